@@ -1,0 +1,310 @@
+"""The plan: a model, a layout and a parallelism → every output file, tensor, offset and source.
+
+Pure: it reads nothing and writes nothing, so it can be printed (`--dry-run`) and tested whole.
+"""
+
+import json
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+from kconvert.layouts import blob
+from kconvert.layouts.blob import BlobInfo, BlobTensor
+from kconvert.layouts.checkpoint import SourceTensor
+from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.layouts.model import OUTER, VISION, Group, Model, layer_name, ranges
+from kconvert.layouts.registry import Layout
+from kconvert.layouts.sharding import (
+    ModelDims,
+    Parallelism,
+    RankSlice,
+    check_parallelism,
+    rank_slice,
+    stacked_names,
+)
+
+
+class Target(NamedTuple):
+    """What an output is made for and from; the same in every blob of it."""
+
+    layout: Layout
+    parallelism: Parallelism
+    repo: str | None = None  # Hub repo and commit, where the source is one
+    commit: str | None = None
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A blob to be: its path under the output, tensors with offsets, and size in bytes."""
+
+    path: str
+    tensors: tuple[BlobTensor, ...]
+    info: BlobInfo  # with blank digests
+    held: RankSlice | None  # None: the tensors are whole, the file is common to all ranks
+    header_bytes: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """A group and the files it is converted into: the unit that is published together."""
+
+    group: Group
+    files: tuple[PlannedFile, ...]
+
+    @property
+    def copied(self) -> tuple[SourceTensor, ...]:
+        """The source tensors that go unchanged into this job's common file, if it has one."""
+        return self.group.whole if any(f.held is None for f in self.files) else ()
+
+    @property
+    def experts(self) -> list[int]:
+        """The experts that a file of this job holds."""
+        held = [f.held.experts for f in self.files if f.held is not None]
+        return [e for e in range(len(self.group.experts)) if any(e in one for one in held)]
+
+    @property
+    def source_tensors(self) -> Iterable[SourceTensor]:
+        """Every source tensor this job reads, each once."""
+        yield from self.copied
+        for e in self.experts:
+            for matrix in self.group.experts[e]:
+                yield from matrix
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes this job reads."""
+        return sum(tensor.nbytes for tensor in self.source_tensors)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a conversion. `jobs` are to be done; `others` are files of the same output that the
+    source has and this run leaves out; `expected` are the paths a complete output has."""
+
+    target: Target
+    dims: ModelDims
+    text_only: bool
+    jobs: tuple[Job, ...]
+    others: tuple[PlannedFile, ...]
+    expected: tuple[str, ...]
+    left_out: tuple[str, ...]  # sentences on groups that are not converted
+
+    @property
+    def files(self) -> tuple[PlannedFile, ...]:
+        """Every file to be written."""
+        return tuple(file for job in self.jobs for file in job.files)
+
+    def without(self, published: Collection[str]) -> "Plan":
+        """What is left to do when the files at the paths `published` are there."""
+        jobs = (
+            replace(job, files=tuple(f for f in job.files if f.path not in published))
+            for job in self.jobs
+        )
+        return replace(self, jobs=tuple(job for job in jobs if job.files))
+
+
+def make_plan(
+    model: Model,
+    contents: Mapping[str, str],
+    target: Target,
+    *,
+    layers: Collection[int] | None = None,
+    ranks: Collection[int] | None = None,
+    text_only: bool = False,
+) -> Plan:
+    """Plan the conversion of `model`, or of some of its layers and ranks.
+
+    `contents` maps each shard to the identity of its content (see `source.content_id`).
+    `layers` leaves out the other layers, outer and vision; `ranks` the other ranks' blobs.
+    Raises UnsupportedError for a parallelism that does not fit or a layer or rank that does not
+    exist, CheckpointError naming the shards that are missing.
+    """
+    parallelism = target.parallelism
+    check_parallelism(model.dims, parallelism, target.layout.constraint)
+    _check_selection("--ranks", ranks, range(parallelism.tp))
+    _check_selection("--layers", layers, range(model.dims.layers + model.dims.mtp_layers))
+    chosen = model.groups.keys() if layers is None else {layer_name(layer) for layer in layers}
+    wanted_ranks = range(parallelism.tp) if ranks is None else ranks
+    jobs, others, expected, left_out = [], [], [], []
+    for group in model.groups.values():
+        if group.name == VISION and text_only:
+            left_out.append("vision is left out (--text-only)")
+            continue
+        expected += _paths(group, model.dims, parallelism)
+        if group.name not in chosen:
+            left_out.append(f"{group.name} is left out (--layers)")
+        elif group.absent:
+            raise _missing(model, group)
+        if group.absent:
+            continue
+        files = _files(group, model.dims, target, contents)
+        now = [
+            file
+            for file in files
+            if group.name in chosen and (file.held is None or file.info.rank in wanted_ranks)
+        ]
+        others += [file for file in files if file not in now]
+        if now:
+            jobs.append(Job(group, tuple(now)))
+    plan = Plan(
+        target, model.dims, text_only, tuple(jobs), tuple(others), tuple(expected), tuple(left_out)
+    )
+    check_accounts(plan)
+    return plan
+
+
+def check_accounts(plan: Plan) -> None:
+    """Every source tensor goes to one place, every byte of it: raise KconvertError otherwise.
+
+    Where all ranks of a group are planned, the bytes written are the bytes read, less the
+    weight_shape tensors (checked, not stored), plus channelwise down scales, which every rank
+    that shares an expert needs.
+    """
+    seen: set[str] = set()
+    for job in plan.jobs:
+        names = [tensor.name for tensor in job.source_tensors]
+        if len(set(names)) < len(names) or not seen.isdisjoint(names):
+            raise KconvertError(f"{job.group.name}: a tensor is planned twice; this is a bug.")
+        seen.update(names)
+        copies = plan.target.parallelism.moe_tp
+        planned = [file for file in job.files if file.held is not None]
+        if len(planned) not in (0, plan.target.parallelism.tp):
+            continue
+        read = sum(tensor.nbytes for tensor in job.copied)
+        for e in job.experts:
+            for matrix in job.group.experts[e]:
+                read += matrix.packed.nbytes + matrix.scale.nbytes
+            if plan.dims.quantization.group_size is None:
+                read += (copies - 1) * job.group.experts[e].down.scale.nbytes
+        written = sum(tensor.nbytes for file in job.files for tensor in file.tensors)
+        if read != written:
+            raise KconvertError(
+                f"{job.group.name}: {read:,} bytes are read and {written:,} planned to be written;"
+                " this is a bug."
+            )
+
+
+def _files(
+    group: Group, dims: ModelDims, target: Target, contents: Mapping[str, str]
+) -> list[PlannedFile]:
+    """All files of a group: the common one and, for MoE layers, one a rank."""
+    files = []
+    if group.whole:
+        whole = (BlobTensor(t.name, t.dtype, t.shape, 0, t.nbytes) for t in group.whole)
+        shards = {tensor.shard for tensor in group.whole}
+        path = f"{blob.COMMON_FOLDER}/{group.name}.safetensors"
+        files.append(_file(path, whole, None, None, target, [contents[s] for s in shards]))
+    if group.experts:
+        tp = target.parallelism.tp
+        shards = {t.shard for expert in group.experts for matrix in expert for t in matrix}
+        content = [contents[shard] for shard in shards]
+        for rank in range(tp):
+            held = rank_slice(dims, target.parallelism, rank)
+            stacked = _stacked(group, dims, target.layout, held)
+            path = f"{blob.rank_folder(rank, tp)}/{group.name}.safetensors"
+            files.append(_file(path, stacked, rank, held, target, content))
+    return files
+
+
+def _stacked(group: Group, dims: ModelDims, layout: Layout, held: RankSlice) -> list[BlobTensor]:
+    """The four tensors of a rank's blob, in the order a forward pass reads them."""
+    n, k, experts = len(held.rows), dims.hidden, len(held.experts)
+    w13_groups = len(dims.quantization.groups(range(k)))
+    w2_groups = len(dims.quantization.groups(held.rows))
+    shapes = (
+        ("I32", layout.weight_shape(2 * n, k)),
+        (_scale_dtype(group, ("gate", "up")), layout.scale_shape(2 * n, w13_groups)),
+        ("I32", layout.weight_shape(k, n)),
+        (_scale_dtype(group, ("down",)), layout.scale_shape(k, w2_groups)),
+    )
+    return [
+        BlobTensor(
+            name, dtype, (experts, *shape), 0,
+            experts * shape[0] * shape[1] * blob.DTYPE_BYTES[dtype], experts,
+        )
+        for name, (dtype, shape) in zip(stacked_names(group.prefix), shapes, strict=True)
+    ]  # fmt: skip
+
+
+def _scale_dtype(group: Group, projections: tuple[str, ...]) -> str:
+    scales = [getattr(e, projection).scale for e in group.experts for projection in projections]
+    first = scales[0]
+    other = next((scale for scale in scales if scale.dtype != first.dtype), None)
+    if other is not None:
+        raise CheckpointError(
+            f"{other.shard}, tensor {other.name}: dtype {other.dtype} found, {first.dtype} expected"
+            f" as in {first.name}: a layer's experts are stacked."
+        )
+    return first.dtype
+
+
+def _file(
+    path: str,
+    tensors: Iterable[BlobTensor],
+    rank: int | None,
+    held: RankSlice | None,
+    target: Target,
+    content: list[str],
+) -> PlannedFile:
+    placed = blob.lay_out(tensors)
+    tp, ep = target.parallelism
+    identity = {
+        "format": blob.FORMAT_VERSION, "layout": target.layout.NAME, "tp": tp, "ep": ep,
+        "slices": held and [held.experts.start, held.experts.stop, held.rows.start, held.rows.stop],
+        "tensors": [(t.name, t.dtype, t.shape) for t in placed],
+        "content": sorted(content),
+    }  # fmt: skip
+    info = BlobInfo(
+        blob.FORMAT_VERSION, target.layout.NAME, rank, tp, ep, target.repo, target.commit,
+        blob.digest(json.dumps(identity, sort_keys=True).encode()), *blob.blank_digests(placed),
+    )  # fmt: skip
+    header_bytes = len(blob.encode_header(placed, info))
+    data_bytes = sum(tensor.nbytes for tensor in placed)
+    return PlannedFile(path, placed, info, held, header_bytes, header_bytes + data_bytes)
+
+
+def _paths(group: Group, dims: ModelDims, parallelism: Parallelism) -> list[str]:
+    """The paths of a group's files, also of one whose shards are absent."""
+    paths = [f"{blob.COMMON_FOLDER}/{group.name}.safetensors"]
+    if group.name not in (OUTER, VISION) and int(group.name[-5:]) >= dims.first_moe:
+        tp = parallelism.tp
+        paths += [f"{blob.rank_folder(r, tp)}/{group.name}.safetensors" for r in range(tp)]
+    return paths
+
+
+def _check_selection(option: str, numbers: Collection[int] | None, known: range) -> None:
+    wrong = sorted(set(numbers or ()) - set(known))
+    if wrong or (numbers is not None and not numbers):
+        raise UnsupportedError(
+            f"{option} {ranges(wrong)}: there are {known.start} to {known.stop - 1}."
+        )
+
+
+def _missing(model: Model, group: Group) -> CheckpointError:
+    here = [name for name, one in model.groups.items() if not one.absent]
+    layers = ranges(int(name[-5:]) for name in here if name.startswith("layer-"))
+    lacking = sorted({shard for one in model.groups.values() for shard in one.absent})
+    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    return CheckpointError(
+        f"{group.name} needs {group.absent[0]}, which is missing{more}: download the rest, or"
+        f" convert what is here with --layers {layers}."
+    )
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The plan in numbers, for `--dry-run --json`: files, bytes a rank, bytes read and written."""
+    ranks: dict[str, int] = {}
+    for file in plan.files:
+        folder = file.path.rpartition("/")[0]
+        ranks[folder] = ranks.get(folder, 0) + file.nbytes
+    return {
+        "layout": plan.target.layout.NAME,
+        "tp": plan.target.parallelism.tp,
+        "ep": plan.target.parallelism.ep,
+        "files": len(plan.files),
+        "bytes_read": sum(job.source_bytes for job in plan.jobs),
+        "bytes_written": sum(file.nbytes for file in plan.files),
+        "bytes_by_folder": ranks,
+        "left_out": list(plan.left_out),
+    }

@@ -1,0 +1,212 @@
+"""The source: a checkpoint folder's config, index and shard headers → an inventory of its tensors.
+
+No weight is read. Everything hostile or broken is refused here, in one sentence, so that the
+compiler and the validator work on facts.
+"""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.header import Header, read_header
+
+INDEX_NAME = "model.safetensors.index.json"
+CONFIG_NAME = "config.json"
+# Weights in any container; everything else that lies beside config.json is a small file.
+_WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
+_SMALL_FILE_BYTES = 64 << 20
+_MAX_JSON_BYTES = 256 << 20
+
+
+class SourceTensor(NamedTuple):
+    """A tensor of the checkpoint: `nbytes` bytes at byte `start` of the file `shard`."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    shard: str
+    start: int
+    nbytes: int
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One weight file: its size and header in bytes, and the header as it lies there."""
+
+    name: str
+    size: int
+    data_start: int
+    header: bytes
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What a checkpoint holds, from its index and headers alone."""
+
+    config: dict[str, Any]
+    tensors: dict[str, SourceTensor]  # those of the shards that are present
+    absent: dict[str, str]  # tensor → shard, for shards the index names and the folder lacks
+    shards: dict[str, Shard]
+    ignored: tuple[str, ...]  # sentences: unindexed tensors and files nobody reads
+    small_files: tuple[str, ...]  # names, to be copied verbatim
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Inventory of the local checkpoint in `folder`.
+
+    Raises CheckpointError when it is damaged or contradicts itself; shards that the index names
+    and the folder lacks are not an error here (see `Checkpoint.absent`), unless all are.
+    """
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is not a folder: give a checkpoint's folder.")
+    config = read_json(folder / CONFIG_NAME)
+    files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    weight_map = read_index(folder, files)
+    wanted = sorted(set(weight_map.values())) if weight_map else _only_shard(folder, files)
+    headers = {
+        name: (read_header(folder / name), (folder / name).stat().st_size)
+        for name in wanted
+        if (folder / name).is_file()
+    }
+    if not headers:
+        raise CheckpointError(f"{folder} holds none of the {len(wanted)} shards its index names.")
+    tensors, absent, ignored = take_inventory(weight_map, headers)
+    small, skipped = _sort_files(folder, files, set(wanted))
+    shards = {
+        name: Shard(name, size, header.data_start, header.raw)
+        for name, (header, size) in headers.items()
+    }
+    return Checkpoint(config, tensors, absent, shards, (*ignored, *skipped), tuple(small))
+
+
+def take_inventory(
+    weight_map: dict[str, str] | None, headers: dict[str, tuple[Header, int]]
+) -> tuple[dict[str, SourceTensor], dict[str, str], list[str]]:
+    """Join an index (None: a single file without one) with its shards' headers.
+
+    Returns the tensors of the present shards, tensor → shard for the absent ones, and a sentence
+    for each shard that holds tensors the index does not place there (they are ignored).
+    """
+    tensors: dict[str, SourceTensor] = {}
+    absent: dict[str, str] = {}
+    ignored: list[str] = []
+    if weight_map is None:
+        weight_map = {
+            name: shard for shard, (header, _) in headers.items() for name in header.tensors
+        }
+    placed = dict.fromkeys(headers, 0)
+    for name, shard in weight_map.items():
+        if shard not in headers:
+            absent[name] = shard
+            continue
+        entry = headers[shard][0].tensors.get(name)
+        if entry is None:
+            raise CheckpointError(
+                f"{shard} lacks tensor {name}, which the index places there:"
+                " index and shards are not of one checkpoint."
+            )
+        tensors[name] = SourceTensor(
+            name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes
+        )
+        placed[shard] += 1
+    for shard, (header, _) in headers.items():
+        if placed[shard] < len(header.tensors):
+            extra = [n for n in header.tensors if weight_map.get(n) != shard]
+            ignored.append(f"{shard}: {len(extra)} tensor(s) not in the index, {_some(extra)}")
+    return tensors, absent, ignored
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in `path`; CheckpointError when it is absent, no UTF-8 or no object."""
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing: {path.parent} is not a whole checkpoint.")
+    if path.stat().st_size > _MAX_JSON_BYTES:
+        raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes: no JSON file is so large.")
+    try:
+        value = json.loads(path.read_bytes().decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not readable as JSON: {error}.") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path} is not a JSON object.")
+    return value
+
+
+def read_index(folder: Path, files: list[str]) -> dict[str, str] | None:
+    """tensor → shard name of the folder's index; None where there is no index."""
+    if INDEX_NAME not in files:
+        return None
+    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map.")
+    for name, shard in weight_map.items():
+        # A shard is a file of this folder. It may be a link (every Hub cache), never a path.
+        if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
+            raise CheckpointError(
+                f"{folder / INDEX_NAME} places tensor {name} in {shard!r}: expected the name of a"
+                " file in the same folder."
+            )
+    return weight_map
+
+
+def text_config(config: dict[str, Any]) -> dict[str, Any]:
+    """The language model's part of a wrapper's config, or the config itself."""
+    text = config.get("text_config", config)
+    if not isinstance(text, dict):
+        raise CheckpointError(f"{CONFIG_NAME}: text_config is not an object.")
+    return text
+
+
+def positive(config: dict[str, Any], key: str) -> int:
+    """config[key], a size ≥ 1; CheckpointError naming the key otherwise."""
+    value = config.get(key)
+    if type(value) is not int or not 0 < value < 1 << 31:
+        raise CheckpointError(f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a size above 0.")
+    return value
+
+
+def natural(config: dict[str, Any], key: str, default: int) -> int:
+    """config[key], a count ≥ 0, or `default` where it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    return 0 if value == 0 and type(value) is int else positive(config, key)
+
+
+def _only_shard(folder: Path, files: list[str]) -> list[str]:
+    shards = [name for name in files if name.endswith(".safetensors")]
+    if len(shards) != 1:
+        found = f"{len(shards)} safetensors files" if shards else "no safetensors file"
+        raise CheckpointError(
+            f"{folder} has no {INDEX_NAME} and {found}: without an index exactly one is expected."
+        )
+    return shards
+
+
+def _sort_files(
+    folder: Path, files: Iterable[str], shards: set[str]
+) -> tuple[list[str], list[str]]:
+    """The small files to copy, and a sentence for each file or folder that is left alone."""
+    small, skipped = [], []
+    reasons: list[tuple[Callable[[Path], bool], str]] = [
+        (lambda p: not p.is_file(), "not a file"),
+        (lambda p: p.suffix in _WEIGHT_SUFFIXES, "weights the index does not name"),
+        (lambda p: p.stat().st_size > _SMALL_FILE_BYTES, "too large for a small file"),
+    ]
+    for name in files:
+        path = folder / name
+        if name in shards or name.endswith(".index.json"):
+            continue
+        reason = next((text for test, text in reasons if test(path)), None)
+        if reason is None:
+            small.append(name)
+        else:
+            skipped.append(f"{name}: {reason}")
+    return small, skipped
+
+
+def _some(names: list[str]) -> str:
+    """The first names of a list, for a sentence."""
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")

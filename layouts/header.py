@@ -1,0 +1,164 @@
+"""The safetensors container: parse and check a header, of any file, without touching its data.
+
+Format: 8 bytes little-endian header length N, N bytes of JSON, then the data
+(https://huggingface.co/docs/safetensors). Stricter than the safetensors library where it is
+silent (duplicate keys) and plainer where it misnames a fault (LFS pointers, truncation).
+"""
+
+import json
+import os
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from kconvert.layouts.errors import CheckpointError
+
+# Bytes an element, widest last: safetensors writes wider dtypes first, in this order reversed.
+DTYPE_BYTES = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1, "F8_E8M0": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "C64": 8, "F64": 8, "I64": 8, "U64": 8,
+}  # fmt: skip
+MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own cap
+_LFS_POINTER = b"version https://git-lfs"
+
+
+class TensorEntry(NamedTuple):
+    """One tensor of a header. `start` is the byte offset in the FILE, not in its data part."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class Header(NamedTuple):
+    """A checked header: tensors tile the data part exactly, in offset order."""
+
+    metadata: dict[str, str]
+    tensors: dict[str, TensorEntry]
+    data_start: int
+    raw: bytes  # length prefix and JSON as they lie in the file
+
+
+def read_header(path: Path) -> Header:
+    """Read and check the header of the safetensors file at `path`; its data is not read.
+
+    Raises CheckpointError naming the file and, where there is one, the tensor at fault;
+    OSError as the system gives it.
+    """
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        size = os.fstat(fd).st_size
+        first = os.pread(fd, 64, 0)
+        if size == 0:
+            raise CheckpointError(f"{path} is empty: download it again.")
+        if first.startswith(_LFS_POINTER):
+            raise CheckpointError(
+                f"{path} is a Git LFS pointer, not the tensors: fetch the file with `git lfs pull`."
+            )
+        if size < 8:
+            raise CheckpointError(
+                f"{path} is truncated: {size} bytes found, at least 8 expected; download it again."
+            )
+        length = int.from_bytes(first[:8], "little")
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise CheckpointError(
+                f"{path} is no safetensors file or is truncated: its header claims {length:,} bytes"
+                f" and the file has {size:,} (at most {MAX_HEADER_BYTES:,} are allowed);"
+                " download it again."
+            )
+        return parse_header(os.pread(fd, 8 + length, 0), size, str(path))
+    finally:
+        os.close(fd)
+
+
+def parse_header(raw: bytes, file_size: int, file: str) -> Header:
+    """Check `raw` (length prefix and JSON) against a file of `file_size` bytes named `file`.
+
+    Raises CheckpointError for anything that is not a header whose tensors tile the data exactly.
+    """
+    try:
+        table = json.loads(raw[8:].decode("utf-8"), object_pairs_hook=_unique)
+    except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON and duplicate keys alike
+        raise CheckpointError(f"{file} has a header that cannot be read: {error}.") from None
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{file} has a header that is not a JSON object.")
+    metadata = table.pop("__metadata__", None)
+    if metadata is None:
+        metadata = {}
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"{file} has a __metadata__ that is not a map of strings to strings.")
+    data_start = len(raw)
+    tensors = sorted((_entry(file, data_start, *item) for item in table.items()), key=_by_offset)
+    expected = data_start
+    for tensor in tensors:
+        if tensor.start != expected:
+            kind = "a hole" if tensor.start > expected else "an overlap"
+            raise CheckpointError(
+                f"{file} has {kind} before tensor {tensor.name}: its data starts at byte"
+                f" {tensor.start:,} where {expected:,} is expected."
+            )
+        expected += tensor.nbytes
+    if expected != file_size:
+        kind = "truncated" if file_size < expected else "too long"
+        raise CheckpointError(
+            f"{file} is {kind}: {file_size:,} bytes found, {expected:,} expected from its header;"
+            " download it again."
+        )
+    return Header(metadata, {t.name: t for t in tensors}, data_start, raw)
+
+
+def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        raise ValueError(f"key {twice!r} stands there twice")
+    return table
+
+
+def _by_offset(tensor: TensorEntry) -> tuple[int, int]:
+    return tensor.start, tensor.nbytes  # a zero-size tensor comes before its neighbour
+
+
+def _entry(file: str, data_start: int, name: str, info: object) -> TensorEntry:
+    if not (name.isascii() or name == name.encode("utf-8", "replace").decode("utf-8")):
+        raise CheckpointError(f"{file} has a tensor name that is not valid Unicode: {name!a}.")
+    if not isinstance(info, dict) or info.keys() != {"dtype", "shape", "data_offsets"}:
+        found = sorted(info) if isinstance(info, dict) else type(info).__name__
+        raise CheckpointError(
+            f"{file}, tensor {name}: expected the keys dtype, shape and data_offsets,"
+            f" found {found}."
+        )
+    dtype, shape, offsets = info["dtype"], info["shape"], info["data_offsets"]
+    itemsize = DTYPE_BYTES.get(dtype) if isinstance(dtype, str) else None
+    if itemsize is None:
+        raise CheckpointError(
+            f"{file}, tensor {name}: dtype {dtype!r} is not one of {', '.join(DTYPE_BYTES)}."
+        )
+    if not _naturals(shape):
+        raise CheckpointError(f"{file}, tensor {name}: shape {shape!r:.80} is not a list of sizes.")
+    if not _naturals(offsets) or len(offsets) != 2:
+        raise CheckpointError(
+            f"{file}, tensor {name}: data_offsets {offsets!r:.80} are not two byte offsets."
+        )
+    start, end = offsets
+    nbytes = itemsize * prod(shape)
+    if end - start != nbytes:
+        raise CheckpointError(
+            f"{file}, tensor {name}: {dtype} {shape} takes {nbytes:,} bytes,"
+            f" its data_offsets give {end - start:,}."
+        )
+    return TensorEntry(name, dtype, tuple(shape), data_start + start, nbytes)
+
+
+def _naturals(values: object) -> bool:
+    """A short list of integers 0 ≤ v < 2**63; `type` because JSON's true is an int to Python."""
+    return (
+        isinstance(values, list)
+        and len(values) <= 16
+        and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
+    )

@@ -1,0 +1,146 @@
+"""A checkpoint's tensors sorted by where they belong (each layer, outer, vision) and checked
+against its config: what the compiler plans from and the validator compares with."""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
+from kconvert.layouts.compressed_tensors import QuantizedMatrix, quantized_matrix
+from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.sharding import PROJECTIONS, ModelDims, expert_base, model_dims, place
+
+OUTER, VISION = "outer", "vision"
+
+
+class Expert(NamedTuple):
+    """A routed expert: gate and up are [intermediate, hidden], down is [hidden, intermediate]."""
+
+    gate: QuantizedMatrix
+    up: QuantizedMatrix
+    down: QuantizedMatrix
+
+
+@dataclass(frozen=True)
+class Group:
+    """Tensors that are converted together; a layer, or `outer`, or `vision`.
+
+    A group with `absent` shards is known by name only: it has no tensors here.
+    """
+
+    name: str
+    whole: tuple[SourceTensor, ...]  # not cut; in the order the runtime reads them
+    experts: tuple[Expert, ...] = ()
+    prefix: str = ""  # what the experts' names begin with, up to `experts.`
+    absent: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Model:
+    """Sizes and groups of a checkpoint; groups in the order of the layers, then outer, vision."""
+
+    dims: ModelDims
+    groups: dict[str, Group]
+
+
+def layer_name(layer: int) -> str:
+    """The name of a layer's group, and of its blobs."""
+    return f"layer-{layer:05}"
+
+
+def read_model(checkpoint: Checkpoint) -> Model:
+    """Sort and check every tensor of `checkpoint`.
+
+    Raises CheckpointError where tensors are missing or disagree with the config, UnsupportedError
+    where a name has no rule or the quantisation is another.
+    """
+    dims = model_dims(checkpoint)
+    whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
+    experts: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    prefixes: dict[str, str] = {}
+    absent: dict[str, set[str]] = defaultdict(set)
+    layers: set[int] = set()
+    for name in [*checkpoint.tensors, *checkpoint.absent]:
+        where = place(name)
+        group = layer_name(where.layer) if where.layer >= 0 else where.group
+        if where.layer >= 0:
+            layers.add(where.layer)
+        if where.expert >= 0:
+            experts[group][where.expert] += 1
+            prefixes.setdefault(group, name[: name.index(".experts.") + len(".experts.")])
+        if name in checkpoint.absent:
+            absent[group].add(checkpoint.absent[name])
+            whole.setdefault(group, [])
+        elif where.expert < 0:
+            whole[group].append((where.order, checkpoint.tensors[name]))
+    _check_layers(layers, dims)
+    groups = {}
+    for group in [*map(layer_name, sorted(layers)), OUTER, VISION]:
+        if group not in whole and group not in experts:
+            continue
+        is_moe = group not in (OUTER, VISION) and int(group[-5:]) >= dims.first_moe
+        _check_experts(group, experts.get(group, {}), dims.experts if is_moe else 0)
+        if absent[group]:
+            groups[group] = Group(group, (), absent=tuple(sorted(absent[group])))
+            continue
+        prefix = prefixes.get(group, "")
+        groups[group] = Group(
+            group,
+            tuple(tensor for _, tensor in sorted(whole[group], key=_reading_order)),
+            tuple(_expert(checkpoint.tensors, prefix, e, dims) for e in range(len(experts[group]))),
+            prefix,
+        )
+    return Model(dims, groups)
+
+
+def _reading_order(item: tuple[int, SourceTensor]) -> tuple[int, str, int]:
+    order, tensor = item
+    return order, tensor.shard, tensor.start
+
+
+def _expert(
+    tensors: Mapping[str, SourceTensor], prefix: str, expert: int, dims: ModelDims
+) -> Expert:
+    n, k = dims.intermediate, dims.hidden
+    gate, up, down = (expert_base(prefix, expert, projection) for projection in PROJECTIONS)
+    return Expert(
+        quantized_matrix(tensors, gate, n, k, dims.quantization),
+        quantized_matrix(tensors, up, n, k, dims.quantization),
+        quantized_matrix(tensors, down, k, n, dims.quantization),
+    )
+
+
+def _check_layers(layers: set[int], dims: ModelDims) -> None:
+    missing = sorted(set(range(dims.layers)) - layers)
+    surplus = sorted(layers - set(range(dims.layers + dims.mtp_layers)))
+    if missing:
+        raise CheckpointError(
+            f"the checkpoint has no tensors of layer(s) {ranges(missing)}, config.json says"
+            f" num_hidden_layers {dims.layers}."
+        )
+    if surplus:
+        raise CheckpointError(
+            f"the checkpoint has layer(s) {ranges(surplus)}, config.json says num_hidden_layers"
+            f" {dims.layers} and num_nextn_predict_layers {dims.mtp_layers}."
+        )
+
+
+def _check_experts(group: str, found: Mapping[int, int], expected: int) -> None:
+    if found.keys() == set(range(expected)):
+        return
+    raise CheckpointError(
+        f"{group} has {len(found)} routed experts ({ranges(sorted(found))}), config.json says"
+        f" {expected} there (n_routed_experts, first_k_dense_replace)."
+    )
+
+
+def ranges(numbers: Iterable[int]) -> str:
+    """Sorted numbers as a user writes them: 0-3,60; "none" where there are none."""
+    spans: list[list[int]] = []
+    for number in numbers:
+        if spans and number == spans[-1][1] + 1:
+            spans[-1][1] = number
+        else:
+            spans.append([number, number])
+    return ",".join(f"{a}-{b}" if b > a else f"{a}" for a, b in spans) or "none"

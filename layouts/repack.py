@@ -1,0 +1,189 @@
+"""The fast CPU kernels: INT4 weights into Marlin tiles, scales into Marlin's order.
+
+Built on numba: no compiler at install, and compiled once a machine (numba's own cache, which
+falls back to the user's cache folder where the install folder is read-only).
+
+How a Marlin tile (16 k × 64 n) is made. Within a tile, row n = 16d + 8h + a of the source holds
+16 nibbles: two words, for k < 8 and k ≥ 8. The 16 output words for one `a` lie side by side and
+draw on the 8 rows (d, h). So for 8 rows × 8 k-tiles, one 64-byte line a row:
+
+1. transpose the 8×8 block of 64-bit elements: one vector a k-tile, lane 2d + h = row (d, h);
+2. in each lane fold the second word's nibbles in beside the first's: byte b of the low half then
+   holds k = 2b (and 2b + 8), from the low nibbles in one vector and the high ones in another;
+3. one byte shuffle of those two vectors gives the output line, words ordered (b, d).
+
+That is 4 vector instructions a line beside the transpose, far above what memory delivers, so the
+loop is arranged for memory: a source line is read once and prefetched one block ahead (its rows
+are too far apart for the hardware to see the pattern), an output line is written whole.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
+_LANES = ir.VectorType(_I64, 8)
+_BYTES = ir.VectorType(_I8, 64)
+
+TILE_K, TILE_N = 16, 64
+_TILE_WORDS = TILE_K * TILE_N // 8
+_BLOCK_K_TILES = 8  # k-tiles a step: 64 bytes, one cache line, of every source row
+_BLOCK_WORDS = 2 * _BLOCK_K_TILES
+
+
+def jit(function: Callable[..., Any]) -> Any:
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no folder anywhere that numba could write its cache to
+        return numba.njit(nogil=True)(function)
+
+
+def _indices(values: list[int]) -> ir.Constant:
+    return ir.Constant(ir.VectorType(_I32, len(values)), [ir.Constant(_I32, v) for v in values])
+
+
+def _everywhere(value: int) -> ir.Constant:
+    return ir.Constant(_LANES, [ir.Constant(_I64, value)] * 8)
+
+
+def _transpose(builder: ir.IRBuilder, rows: list[Any]) -> list[Any]:
+    """8 vectors of 8 lanes, transposed in three rounds of pairwise lane swaps."""
+    for step in (1, 2, 4):
+        low = [lane if not lane & step else 8 + (lane ^ step) for lane in range(8)]
+        high = [lane | step if not lane & step else 8 + lane for lane in range(8)]
+        swapped = list(rows)
+        for i in range(8):
+            if not i & step:
+                pair = rows[i], rows[i | step]
+                swapped[i] = builder.shuffle_vector(*pair, _indices(low))
+                swapped[i | step] = builder.shuffle_vector(*pair, _indices(high))
+        rows = swapped
+    return rows
+
+
+# Output byte 4·(4b + d) + q is byte b of lane 2d + (q & 1): of the low nibbles for q < 2, of the
+# high ones (the second operand of the shuffle, 64 bytes on) for q ≥ 2.
+_TILE_LINE = [
+    64 * (q >> 1) + 8 * (2 * d + (q & 1)) + b for b in range(4) for d in range(4) for q in range(4)
+]
+
+
+@intrinsic
+def _pack_lines(typingctx, source, source_stride, out, out_stride):  # type: ignore[no-untyped-def]
+    """8 source lines (64 bytes each, `source_stride` bytes apart) → 8 output lines, by address."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        source, source_stride, out, out_stride = arguments
+
+        def line(base: Any, stride: Any, index: int, vector: ir.Type) -> Any:
+            address = builder.add(base, builder.mul(stride, ir.Constant(_I64, index)))
+            return builder.inttoptr(address, vector.as_pointer())
+
+        rows = [builder.load(line(source, source_stride, i, _LANES), align=4) for i in range(8)]
+        nibbles = _everywhere(0x0F0F0F0F0F0F0F0F)
+        for k_tile, words in enumerate(_transpose(builder, rows)):
+            low = builder.and_(words, nibbles)
+            high = builder.and_(builder.lshr(words, _everywhere(4)), nibbles)
+            # Bits 32… are the second word; shifted by 28 its nibbles land above the first's.
+            low = builder.or_(low, builder.lshr(low, _everywhere(28)))
+            high = builder.or_(high, builder.lshr(high, _everywhere(28)))
+            tile_line = builder.shuffle_vector(
+                builder.bitcast(low, _BYTES), builder.bitcast(high, _BYTES), _indices(_TILE_LINE)
+            )
+            builder.store(tile_line, line(out, out_stride, k_tile, _BYTES), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.uintp] * 4), codegen
+
+
+@intrinsic
+def _prefetch(typingctx, address):  # type: ignore[no-untyped-def]
+    """Ask for the cache line at `address` to be brought in; no effect on any value."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        byte = _I8.as_pointer()
+        kind = ir.FunctionType(ir.VoidType(), [byte, _I32, _I32, _I32])
+        function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
+        read, keep, data = (ir.Constant(_I32, value) for value in (0, 3, 1))
+        builder.call(function, [builder.inttoptr(arguments[0], byte), read, keep, data])
+        return context.get_dummy_value()
+
+    return types.void(types.uintp), codegen
+
+
+@jit
+def _pack_block(source, source_stride, out, out_stride, following):  # type: ignore[no-untyped-def]
+    """64 rows × 8 k-tiles; `following` is the address of the block to prefetch meanwhile."""
+    for a in range(8):
+        for row in range(8):
+            _prefetch(following + (8 * row + a) * source_stride)
+        _pack_lines(source + a * source_stride, 8 * source_stride, out + 64 * a, out_stride)
+
+
+@jit
+def repack_marlin(source, row, rows, word, words, out, out_word):  # type: ignore[no-untyped-def]
+    """Pack rows [row, row + rows) and words [word, word + words) of `source` into Marlin tiles.
+
+    source int32 [N, K/8] C-contiguous (compressed-tensors' order); out int32 [words/2, …]
+    C-contiguous, of which the columns [out_word, out_word + 2·rows) are written.
+    rows % 64 == 0 and words % 2 == 0; nothing is checked here (see `marlin.pack_weight_into`).
+    """
+    source_stride, out_stride = source.strides[0], out.strides[0]
+    origin = source.ctypes.data + row * source_stride + 4 * word
+    target = out.ctypes.data + 4 * out_word
+    across = words // _BLOCK_WORDS
+    blocks = (rows // TILE_N) * across
+    for block in range(blocks):
+        n_tile = block // across
+        k_block = block - n_tile * across
+        ahead = min(block + 1, blocks - 1)
+        n_ahead = ahead // across
+        k_ahead = ahead - n_ahead * across
+        _pack_block(
+            origin + TILE_N * n_tile * source_stride + 4 * _BLOCK_WORDS * k_block,
+            source_stride,
+            target + _BLOCK_K_TILES * k_block * out_stride + 4 * _TILE_WORDS * n_tile,
+            out_stride,
+            origin + TILE_N * n_ahead * source_stride + 4 * _BLOCK_WORDS * k_ahead,
+        )
+    rest = words - across * _BLOCK_WORDS
+    if rest == 0:
+        return
+    # Fewer than 8 k-tiles are left: pad them to a block, so that no line is read past its row.
+    padded = np.zeros((TILE_N, _BLOCK_WORDS), np.int32)
+    tiles = np.empty((_BLOCK_K_TILES, _TILE_WORDS), np.int32)
+    first = word + across * _BLOCK_WORDS
+    for n_tile in range(rows // TILE_N):
+        for i in range(TILE_N):
+            for j in range(rest):
+                padded[i, j] = source[row + TILE_N * n_tile + i, first + j]
+        _pack_block(
+            padded.ctypes.data, padded.strides[0], tiles.ctypes.data, tiles.strides[0],
+            padded.ctypes.data,
+        )  # fmt: skip
+        for k_tile in range(rest // 2):
+            for j in range(_TILE_WORDS):
+                at = out_word + _TILE_WORDS * n_tile + j
+                out[across * _BLOCK_K_TILES + k_tile, at] = tiles[k_tile, j]
+
+
+@jit
+def transpose_scales(source, row, group, out, out_column, order):  # type: ignore[no-untyped-def]
+    """out[g, out_column + i] = source[row + order[i], group + g], for all g and i.
+
+    source [N, G] and out [G', …] C-contiguous of one unsigned dtype; order int64 [rows].
+    Blocked by 32 groups so that a source line, once read, is used whole.
+    """
+    groups = out.shape[0]
+    for start in range(0, groups, 32):
+        stop = min(start + 32, groups)
+        for block in range(0, order.size, 64):
+            for g in range(start, stop):
+                for i in range(block, min(block + 64, order.size)):
+                    out[g, out_column + i] = source[row + order[i], group + g]
