@@ -94,6 +94,11 @@ def blank_digests(tensors: Iterable[BlobTensor]) -> tuple[dict[str, str], dict[s
     )
 
 
+def new_digest() -> "xxhash.xxh3_128":
+    """An xxh3_128 to be fed piece by piece."""
+    return xxhash.xxh3_128()
+
+
 def digest(data: bytes | memoryview) -> str:
     """xxh3_128 of `data` in hex. The streaming object is used as it lets other threads run."""
     return xxhash.xxh3_128(data).hexdigest()

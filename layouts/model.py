@@ -55,7 +55,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     Raises CheckpointError where tensors are missing or disagree with the config, UnsupportedError
     where a name has no rule or the quantisation is another.
     """
-    dims = model_dims(checkpoint)
+    dims = model_dims(checkpoint.config)
     whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
     experts: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
     prefixes: dict[str, str] = {}

@@ -6,9 +6,9 @@ a rule is refused: a tensor nobody placed is a tensor silently lost.
 
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kconvert.layouts.checkpoint import Checkpoint, natural, positive, text_config
+from kconvert.layouts.checkpoint import natural, positive, text_config
 from kconvert.layouts.compressed_tensors import Quantization, read_quantization
 from kconvert.layouts.errors import UnsupportedError
 
@@ -123,9 +123,9 @@ def stacked_names(prefix: str) -> tuple[str, str, str, str]:
     )
 
 
-def model_dims(checkpoint: Checkpoint) -> ModelDims:
-    """The sizes in the checkpoint's config; CheckpointError or UnsupportedError naming the key."""
-    config = text_config(checkpoint.config)
+def model_dims(whole_config: dict[str, Any]) -> ModelDims:
+    """The sizes in a config.json; CheckpointError or UnsupportedError naming the key."""
+    config = text_config(whole_config)
     if config.get("n_routed_experts") is None:
         raise UnsupportedError(
             "config.json has no n_routed_experts: known are DeepSeek-V3-style text models,"
@@ -142,7 +142,7 @@ def model_dims(checkpoint: Checkpoint) -> ModelDims:
         positive(config, "n_routed_experts"),
         positive(config, "hidden_size"),
         positive(config, "moe_intermediate_size"),
-        read_quantization(checkpoint.config),
+        read_quantization(whole_config),
     )
 
 

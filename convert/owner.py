@@ -1,0 +1,77 @@
+"""The owner file that keeps two runs off one output, on any file system.
+
+Created with O_EXCL, which holds where locks do not (flock does nothing on some network file
+systems). It names host, pid and the process's start time, so that a run which died on this host
+is told from one that lives, and is taken over.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+from kconvert.layouts.errors import UnavailableError
+
+OWNER_NAME = "owner"
+
+
+@contextlib.contextmanager
+def owned(folder: Path) -> Iterator[None]:
+    """Own `folder` (which exists) while the block runs.
+
+    Raises UnavailableError where another run owns it: one that lives on this host, or any on
+    another host.
+    """
+    path = folder / OWNER_NAME
+    _take(path)
+    try:
+        yield
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def _take(path: Path) -> None:
+    mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+    # Between seeing that an owner is dead and replacing it, another run on this host could do the
+    # same. Only runs on this host take over, so a lock of this host is enough.
+    lock = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if path.exists():
+            _refuse_living(path, mine["host"])
+            path.unlink()
+        fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        with os.fdopen(fd, "w") as file:
+            json.dump(mine, file)
+    except FileExistsError:
+        raise UnavailableError(f"{path} was just taken by another run: one at a time.") from None
+    finally:
+        os.close(lock)
+
+
+def _refuse_living(path: Path, host: object) -> None:
+    """Raise unless the owner named in `path` is a process of this host that is no more."""
+    try:
+        other = json.loads(path.read_text())
+        there, pid, started = other["host"], int(other["pid"]), other["started"]
+    except (ValueError, KeyError, TypeError):
+        there, pid, started = "an unknown host", 0, None  # being written, or cut by a power loss
+    if there == host and _started(pid) != started:
+        return
+    raise UnavailableError(
+        f"{path.parent.parent} belongs to another run (pid {pid} on {there}): wait for it to end,"
+        f" or delete {path} if it is dead."
+    )
+
+
+def _started(pid: int) -> str | None:
+    """Start time of a process in clock ticks since boot, with the boot's id; None: no such one."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return None
+    return f"{boot}/{stat.rpartition(')')[2].split()[19]}"

@@ -1,0 +1,152 @@
+"""A whole conversion: read the source, plan, look at the output, carry out, write the manifest."""
+
+import os
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kconvert.convert import output as out
+from kconvert.convert.execute import execute
+from kconvert.convert.plan import Plan, Target, make_plan
+from kconvert.convert.source import LocalSource, open_source
+from kconvert.layouts.errors import OutputError
+from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, encode_manifest
+from kconvert.layouts.model import read_model
+from kconvert.layouts.registry import layout_named
+from kconvert.layouts.sharding import Parallelism
+
+MAX_WORKERS = 16  # a worker takes some 60 MB at tp 1; more would not be fed by one file system
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a conversion is asked for; the command line's options by the same names."""
+
+    layout: str = "marlin"
+    tp: int = 1
+    ep: int = 1
+    layers: Collection[int] | None = None
+    ranks: Collection[int] | None = None
+    text_only: bool = False
+    overwrite: bool = False
+    workers: int | None = None  # None: one a core
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A conversion that is ready to run: nothing was written yet."""
+
+    source: LocalSource
+    output: Path
+    plan: Plan  # all of it
+    found: out.Found
+    small_files: dict[str, bytes] = field(repr=False)
+    options: Options = field(default_factory=Options)
+
+    @property
+    def rest(self) -> Plan:
+        """What is not published yet."""
+        return self.plan.without(self.found.published)
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Bytes of every file that is still to be written, by path."""
+        sizes = {file.path: file.nbytes for file in self.rest.files}
+        missing = (name for name in self.small_files if not (self.output / name).exists())
+        return sizes | {name: len(self.small_files[name]) for name in missing}
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """What a conversion did."""
+
+    output: Path
+    files_written: int
+    files_kept: int
+    bytes_read: int
+    bytes_written: int
+    complete: bool
+    ignored: tuple[str, ...]  # sentences on what the source has and nobody read
+    left_out: tuple[str, ...]
+
+
+def prepare(source: str | Path, output: str | Path, options: Options) -> Prepared:
+    """Read the source's headers, plan, and compare with the output; writes nothing.
+
+    Raises the KconvertErrors of what it calls: the source or the options are refused.
+    """
+    opened, output = open_source(source), Path(output)
+    checkpoint = opened.checkpoint
+    out.overlap(opened.folder, map(opened.path, checkpoint.shards), output)
+    plan = make_plan(
+        read_model(checkpoint),
+        opened.contents,
+        Target(layout_named(options.layout), Parallelism(options.tp, options.ep)),
+        layers=options.layers,
+        ranks=options.ranks,
+        text_only=options.text_only,
+    )
+    small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
+    return Prepared(opened, output, plan, out.look(output, plan, small), small, options)
+
+
+def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) -> Conversion:
+    """Carry out a prepared conversion; `progress` is told the bytes written, as they are.
+
+    Raises OutputError where the output holds something else (unless overwriting),
+    UnavailableError for lack of space or another run, CheckpointError for faults in the data.
+    """
+    output, options = prepared.output, prepared.options
+    if prepared.found.conflicts and not options.overwrite:
+        first, more = prepared.found.conflicts[0], len(prepared.found.conflicts) - 1
+        others = f" (and {more} more)" if more else ""
+        raise OutputError(
+            f"{first.rstrip('.')}{others}: choose another output, or replace what is there with"
+            " --overwrite."
+        )
+    with out.working_in(output):
+        # Another run may have published files, or ended, since this one looked.
+        found = out.look(output, prepared.plan, prepared.small_files)
+        prepared = Prepared(
+            prepared.source, output, prepared.plan, found, prepared.small_files, options
+        )
+        out.check_space(output, prepared.sizes)
+        if found.in_the_way:
+            (output / MANIFEST_NAME).unlink(missing_ok=True)
+        rest = prepared.rest
+        workers = options.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        bytes_read = execute(rest, prepared.source.path, output, workers, progress)
+        for name, content in prepared.small_files.items():
+            out.write_file(output, name, content)
+        written = {output / name for name in prepared.sizes} | {
+            output / name for name in prepared.small_files
+        }
+        for path in set(found.in_the_way) - written:
+            path.unlink()
+        manifest = _manifest(prepared)
+        out.write_file(output, MANIFEST_NAME, encode_manifest(manifest))
+    return Conversion(
+        output,
+        len(rest.files),
+        len(found.published & {file.path for file in prepared.plan.files}),
+        bytes_read,
+        sum(file.nbytes for file in rest.files),
+        manifest.complete,
+        prepared.source.checkpoint.ignored,
+        prepared.plan.left_out,
+    )
+
+
+def _manifest(prepared: Prepared) -> Manifest:
+    plan = prepared.plan
+    files = out.entries(prepared.output, plan, prepared.small_files)
+    return Manifest(
+        layout=plan.target.layout.NAME,
+        tp=plan.target.parallelism.tp,
+        ep=plan.target.parallelism.ep,
+        complete=files.keys() >= set(plan.expected),
+        text_only=plan.text_only,
+        repo=plan.target.repo,
+        commit=plan.target.commit,
+        files=files,
+    )

@@ -1,0 +1,83 @@
+"""Reading tensors of the source: with pread into reused buffers, each byte once, counted."""
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kconvert.layouts.checkpoint import SourceTensor
+from kconvert.layouts.errors import CheckpointError
+
+_ALIGNMENT = 4096
+CHUNK_BYTES = 8 << 20
+
+
+class Scratch(threading.local):
+    """A thread's buffers, by role; kept between tensors, as fresh memory costs page faults."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, NDArray[np.uint8]] = {}
+
+    def take(self, role: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
+        """An uninitialised C-contiguous array on a page; valid until `role` is taken again."""
+        size = int(np.prod(shape)) * np.dtype(dtype).itemsize
+        buffer = self._buffers.get(role)
+        if buffer is None or buffer.size < size:
+            raw = np.empty(size + _ALIGNMENT, np.uint8)
+            start = -raw.ctypes.data % _ALIGNMENT
+            buffer = self._buffers[role] = raw[start : start + size]
+        return buffer[:size].view(dtype).reshape(shape)
+
+
+class Reader:
+    """Reads tensors of the shards that `path_of` finds. Safe for several threads."""
+
+    def __init__(
+        self, path_of: Callable[[str], Path], progress: Callable[[int], None] = lambda _: None
+    ) -> None:
+        self._path_of, self._progress = path_of, progress
+        self._fds: dict[str, int] = {}
+        self._lock = threading.Lock()
+        self.bytes_read = 0
+
+    def read_into(self, tensor: SourceTensor, out: NDArray[Any]) -> None:
+        """Fill the contiguous array `out` with the tensor's bytes."""
+        self._fill(tensor, 0, memoryview(out).cast("B"))
+
+    def chunks(self, tensor: SourceTensor, buffer: NDArray[np.uint8]) -> Iterator[memoryview]:
+        """The tensor's bytes in order, in pieces that lie in `buffer` until the next is asked."""
+        view = memoryview(buffer)
+        for at in range(0, tensor.nbytes, len(view)):
+            piece = view[: min(len(view), tensor.nbytes - at)]
+            self._fill(tensor, at, piece)
+            yield piece
+
+    def close(self) -> None:
+        """Close the shards."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def _fill(self, tensor: SourceTensor, at: int, view: memoryview) -> None:
+        fd, total = self._open(tensor.shard), len(view)
+        while view:
+            count = os.preadv(fd, [view], tensor.start + at)
+            if count == 0:
+                raise CheckpointError(
+                    f"{tensor.shard}, tensor {tensor.name}: the file ended {len(view):,} bytes"
+                    " early; it was cut while it was being read."
+                )
+            view, at = view[count:], at + count
+        with self._lock:
+            self.bytes_read += total
+        self._progress(total)
+
+    def _open(self, shard: str) -> int:
+        with self._lock:
+            if shard not in self._fds:
+                self._fds[shard] = os.open(self._path_of(shard), os.O_RDONLY)
+            return self._fds[shard]

@@ -1,0 +1,142 @@
+"""A whole validation: structure first, then the data of every blob, layer by layer."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from kconvert.layouts.checkpoint import CONFIG_NAME, Checkpoint, read_checkpoint, read_json
+from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.manifest import Manifest, read_manifest
+from kconvert.layouts.model import Group, read_model
+from kconvert.layouts.reader import Reader, Scratch
+from kconvert.layouts.registry import layout_named
+from kconvert.layouts.sharding import Parallelism, RankSlice, model_dims, rank_slice, stacked_names
+from kconvert.validate import structure
+from kconvert.validate.content import ExpertCheck, check_whole, codes
+from kconvert.validate.findings import Finding, Validation
+from kconvert.validate.library import library_codes
+from kconvert.validate.structure import Blob
+
+Check = Callable[[], Iterable[Finding]]
+
+
+def run(
+    output: Path,
+    source: Path | None,
+    sample: int | None,
+    workers: int | None,
+    progress: Callable[[int], None],
+) -> Validation:
+    """See `kconvert.validate.validate`."""
+    manifest = read_manifest(output)
+    checkpoint = None if source is None else read_checkpoint(source)
+    groups = None if checkpoint is None else read_model(checkpoint).groups
+    result = Validation(manifest.complete, source is not None, files=len(manifest.files))
+    blobs, result.findings = structure.read_blobs(output, manifest)
+    result.findings += structure.check_files(output, manifest)
+    result.findings += structure.check_headers(output, manifest, blobs)
+    if source is not None and checkpoint is not None:
+        result.findings += _check_small_files(output, source, checkpoint)
+    if result.findings:
+        return result  # the data would be read by headers that are not to be trusted
+    data = _Data(output, source, manifest, sample, result, progress)
+    try:
+        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+            for name in sorted({Path(one.path).stem for one in blobs}):
+                here = [one for one in blobs if Path(one.path).stem == name]
+                group = None if groups is None else _group(groups, name)
+                for findings in pool.map(lambda check: list(check()), data.checks(here, group)):
+                    result.findings += findings
+    finally:
+        data.reader.close()
+    result.bytes_read = data.reader.bytes_read
+    return result
+
+
+def _check_small_files(output: Path, source: Path, checkpoint: Checkpoint) -> Iterable[Finding]:
+    for name in checkpoint.small_files:
+        path = output / name
+        if not path.is_file():
+            yield Finding(name, "is missing: the source has it")
+        elif path.read_bytes() != (source / name).read_bytes():
+            yield Finding(name, "is not the source's")
+
+
+def _group(groups: dict[str, Group], name: str) -> Group:
+    group = groups.get(name)
+    if group is None or group.absent:
+        lacking = f" ({', '.join(group.absent)})" if group else ""
+        raise CheckpointError(
+            f"the source has no {name}{lacking}, the output does: give the source it was made from."
+        )
+    return group
+
+
+class _Data:
+    """The checks of one group after another; counts what is compared."""
+
+    def __init__(
+        self,
+        output: Path,
+        source: Path | None,
+        manifest: Manifest,
+        sample: int | None,
+        result: Validation,
+        progress: Callable[[int], None],
+    ) -> None:
+        self._dims = model_dims(read_json(output / CONFIG_NAME))
+        self._layout = layout_named(manifest.layout)
+        self._parallelism = Parallelism(manifest.tp, manifest.ep)
+        self._sample, self._result = sample, result
+        self._scratch = Scratch()
+        # Blobs by their path under the output, shards by their name: a path has a slash.
+        self.reader = Reader(
+            lambda name: (output if "/" in name else source or output) / name, progress
+        )
+
+    def checks(self, blobs: list[Blob], group: Group | None) -> Iterator[Check]:
+        """The checks of a group's blobs, to be run at once; `group` is the source's."""
+        sources = {} if group is None else {tensor.name: tensor for tensor in group.whole}
+        for one in (one for one in blobs if one.info.rank is None):
+            if group is not None and sources.keys() != one.header.tensors.keys():
+                yield lambda one=one: [Finding(one.path, "its tensors are not the source's")]
+                continue
+            for name in one.header.tensors:
+                self._result.tensors += 1
+                yield partial(check_whole, one, name, self.reader, self._scratch, sources.get(name))
+        ranks = [
+            (one, rank_slice(self._dims, self._parallelism, one.info.rank))
+            for one in blobs
+            if one.info.rank is not None
+        ]
+        self._result.tensors += sum(len(one.header.tensors) for one, _ in ranks)
+        for index in self._chosen():
+            owners = [(one, held) for one, held in ranks if index in held.experts]
+            if owners:
+                self._result.experts += len(owners)
+                yield partial(self._expert, owners, group, index)
+
+    def _chosen(self) -> list[int]:
+        experts = self._dims.experts
+        count = experts if self._sample is None else min(self._sample, experts)
+        return [experts * i // count for i in range(count)]
+
+    def _expert(
+        self, owners: list[tuple[Blob, RankSlice]], group: Group | None, index: int
+    ) -> Iterator[Finding]:
+        expert = None if group is None else group.experts[index]
+        check = ExpertCheck(expert, self._layout, self.reader, self._scratch)
+        for one, held in owners:
+            prefix = next(iter(one.info.expert_digests)).rpartition("experts.")[0] + "experts."
+            groups = self._dims.quantization.groups(held.rows)
+            yield from check.check(one, stacked_names(prefix), index, held, groups)
+        if index == 0:  # decoding by the library is slow: one expert a layer
+            for packed, _ in check.matrices:
+                if not np.array_equal(codes(packed), library_codes(packed)):
+                    yield Finding(
+                        owners[0][0].path, "compressed-tensors reads other codes", None, 0
+                    )
