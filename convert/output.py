@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from kconvert.convert.owner import owned
 from kconvert.convert.plan import Plan, PlannedFile
-from kconvert.layouts.blob import COMMON_FOLDER, BlobInfo, digest, read_blob
+from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, OutputError, UnavailableError
 from kconvert.layouts.manifest import WORK_FOLDER, FileEntry
@@ -71,26 +71,21 @@ def blob_paths(output: Path) -> list[Path]:
 def _problem(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -> str | None:
     """Why the blob at `path` is not one of this output, or None."""
     try:
-        size = path.stat().st_size
-        if file is not None and size != file.nbytes:
-            return f"has {size:,} bytes where {file.nbytes:,} are planned"
         _, info = read_blob(path)
     except (CheckpointError, OutputError) as error:
         return f"is in the way: {error}"
-    if file is not None:
-        return None if info.fingerprint == file.info.fingerprint else "has another fingerprint"
-    if not expected or _made_for(info) != _made_for_plan(plan):
-        return "belongs to another conversion (layout, tp, ep or source)"
-    return None
-
-
-def _made_for(info: BlobInfo) -> tuple[object, ...]:
-    return info.layout, info.tp, info.ep, info.repo, info.commit
-
-
-def _made_for_plan(plan: Plan) -> tuple[object, ...]:
     target = plan.target
-    return target.layout.NAME, *target.parallelism, target.repo, target.commit
+    wanted = (target.layout.NAME, *target.parallelism)
+    if (info.layout, info.tp, info.ep) != wanted:
+        return (
+            f"is for {info.layout} tp {info.tp} ep {info.ep}, this run is for"
+            f" {wanted[0]} tp {wanted[1]} ep {wanted[2]}"
+        )
+    if file is not None and info.fingerprint != file.info.fingerprint:
+        return "was made from other weights than this source's (its fingerprint differs)"
+    if not expected or (info.repo, info.commit) != (target.repo, target.commit):
+        return "is not a file of this conversion"
+    return None
 
 
 def overlap(source: Path, shards: Iterable[Path], output: Path) -> None:
@@ -163,6 +158,14 @@ def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
         folder_of.setdefault(device, folder)
         needed[device] = needed.get(device, 0) + size
     return {folder_of[device]: size for device, size in needed.items()}
+
+
+def remove(output: Path, paths: Iterable[Path]) -> None:
+    """Delete files of `output`, and the folders that are empty then."""
+    for path in paths:
+        path.unlink()
+        if path.parent != output and not any(path.parent.iterdir()):
+            path.parent.rmdir()
 
 
 def staging_path(output: Path, name: str) -> Path:

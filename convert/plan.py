@@ -6,7 +6,7 @@ Pure: it reads nothing and writes nothing, so it can be printed (`--dry-run`) an
 import json
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo, BlobTensor
@@ -285,26 +285,8 @@ def _missing(model: Model, group: Group) -> CheckpointError:
     here = [name for name, one in model.groups.items() if not one.absent]
     layers = ranges(int(name[-5:]) for name in here if name.startswith("layer-"))
     lacking = sorted({shard for one in model.groups.values() for shard in one.absent})
-    more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
+    more = f" ({len(lacking)} shards are)" if len(lacking) > 1 else ""
     return CheckpointError(
         f"{group.name} needs {group.absent[0]}, which is missing{more}: download the rest, or"
         f" convert what is here with --layers {layers}."
     )
-
-
-def describe(plan: Plan) -> dict[str, Any]:
-    """The plan in numbers, for `--dry-run --json`: files, bytes a rank, bytes read and written."""
-    ranks: dict[str, int] = {}
-    for file in plan.files:
-        folder = file.path.rpartition("/")[0]
-        ranks[folder] = ranks.get(folder, 0) + file.nbytes
-    return {
-        "layout": plan.target.layout.NAME,
-        "tp": plan.target.parallelism.tp,
-        "ep": plan.target.parallelism.ep,
-        "files": len(plan.files),
-        "bytes_read": sum(job.source_bytes for job in plan.jobs),
-        "bytes_written": sum(file.nbytes for file in plan.files),
-        "bytes_by_folder": ranks,
-        "left_out": list(plan.left_out),
-    }

@@ -1,8 +1,11 @@
 """A whole conversion: read the source, plan, look at the output, carry out, write the manifest."""
 
+import gc
 import os
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, field
+import shutil
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kconvert.convert import output as out
@@ -29,7 +32,7 @@ class Options:
     ranks: Collection[int] | None = None
     text_only: bool = False
     overwrite: bool = False
-    workers: int | None = None  # None: one a core
+    workers: int | None = None  # None: one a core, and one to keep the disk busy
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,11 @@ class Prepared:
     def rest(self) -> Plan:
         """What is not published yet."""
         return self.plan.without(self.found.published)
+
+    def disks(self) -> list[tuple[Path, int, int]]:
+        """(folder, bytes needed, bytes free) of each file system that will be written."""
+        needed = out.needed_by_device(self.output, self.sizes)
+        return [(folder, size, shutil.disk_usage(folder).free) for folder, size in needed.items()]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -75,19 +83,43 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
 
     Raises the KconvertErrors of what it calls: the source or the options are refused.
     """
-    opened, output = open_source(source), Path(output)
-    checkpoint = opened.checkpoint
-    out.overlap(opened.folder, map(opened.path, checkpoint.shards), output)
-    plan = make_plan(
-        read_model(checkpoint),
-        opened.contents,
-        Target(layout_named(options.layout), Parallelism(options.tp, options.ep)),
-        layers=options.layers,
-        ranks=options.ranks,
-        text_only=options.text_only,
-    )
+    output = Path(output)
+    with _without_collection():
+        opened = open_source(source)
+        checkpoint = opened.checkpoint
+        out.overlap(opened.folder, map(opened.path, checkpoint.shards), output)
+        plan = make_plan(
+            read_model(checkpoint),
+            opened.contents,
+            Target(layout_named(options.layout), Parallelism(options.tp, options.ep)),
+            layers=options.layers,
+            ranks=options.ranks,
+            text_only=options.text_only,
+        )
     small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
     return Prepared(opened, output, plan, out.look(output, plan, small), small, options)
+
+
+@contextmanager
+def _without_collection() -> Iterator[None]:
+    """Hold the garbage collector off: 208,550 tensors are a million objects that all stay, and
+    looking through them again and again is half of the plan's time."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def refuse_conflicts(prepared: Prepared) -> None:
+    """Raise OutputError where the output holds what this run must not touch."""
+    conflicts = prepared.found.conflicts
+    if conflicts and not prepared.options.overwrite:
+        others = f" (and {len(conflicts) - 1} more)" if len(conflicts) > 1 else ""
+        raise OutputError(
+            f"{conflicts[0].rstrip('.')}{others}: choose another output, or replace what is there"
+            " with --overwrite."
+        )
 
 
 def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) -> Conversion:
@@ -97,32 +129,23 @@ def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) ->
     UnavailableError for lack of space or another run, CheckpointError for faults in the data.
     """
     output, options = prepared.output, prepared.options
-    if prepared.found.conflicts and not options.overwrite:
-        first, more = prepared.found.conflicts[0], len(prepared.found.conflicts) - 1
-        others = f" (and {more} more)" if more else ""
-        raise OutputError(
-            f"{first.rstrip('.')}{others}: choose another output, or replace what is there with"
-            " --overwrite."
-        )
     with out.working_in(output):
         # Another run may have published files, or ended, since this one looked.
         found = out.look(output, prepared.plan, prepared.small_files)
-        prepared = Prepared(
-            prepared.source, output, prepared.plan, found, prepared.small_files, options
-        )
+        prepared = replace(prepared, found=found)
+        refuse_conflicts(prepared)
         out.check_space(output, prepared.sizes)
         if found.in_the_way:
             (output / MANIFEST_NAME).unlink(missing_ok=True)
         rest = prepared.rest
-        workers = options.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)))
+        workers = options.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)) + 1)
         bytes_read = execute(rest, prepared.source.path, output, workers, progress)
         for name, content in prepared.small_files.items():
             out.write_file(output, name, content)
         written = {output / name for name in prepared.sizes} | {
             output / name for name in prepared.small_files
         }
-        for path in set(found.in_the_way) - written:
-            path.unlink()
+        out.remove(output, set(found.in_the_way) - written)
         manifest = _manifest(prepared)
         out.write_file(output, MANIFEST_NAME, encode_manifest(manifest))
     return Conversion(

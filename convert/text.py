@@ -1,0 +1,176 @@
+"""What the commands say: results as tables for --json, and the same tables as text."""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kconvert.convert.run import Conversion, Prepared
+    from kconvert.validate.findings import Validation
+
+
+def size(count: int) -> str:
+    """Exact bytes, GB and GiB: people confuse the latter two."""
+    if count < 10_000_000:
+        return f"{count:,} B"
+    return f"{count:,} B ({count / 1e9:.2f} GB, {count / 2**30:.2f} GiB)"
+
+
+def plan_table(prepared: "Prepared") -> dict[str, Any]:
+    """A conversion that was prepared: files and bytes, and the disk they need."""
+    plan, rest = prepared.plan, prepared.rest
+    folders: dict[str, dict[str, int]] = {}
+    for file in plan.files:
+        entry = folders.setdefault(file.path.rpartition("/")[0], {"files": 0, "bytes": 0})
+        entry["files"] += 1
+        entry["bytes"] += file.nbytes
+    return {
+        "output": str(prepared.output),
+        "layout": plan.target.layout.NAME,
+        "tp": plan.target.parallelism.tp,
+        "ep": plan.target.parallelism.ep,
+        "source_tensors": len(prepared.source.checkpoint.tensors),
+        "files": len(plan.files),
+        "bytes": sum(file.nbytes for file in plan.files),
+        "folders": folders,
+        "published_files": len(plan.files) - len(rest.files),
+        "bytes_to_read": sum(job.source_bytes for job in rest.jobs),
+        "bytes_to_write": sum(prepared.sizes.values()),
+        "disks": [
+            {"folder": str(folder), "needed": needed, "free": free}
+            for folder, needed, free in prepared.disks()
+        ],
+        "ignored": list(prepared.source.checkpoint.ignored),
+        "left_out": list(plan.left_out),
+    }
+
+
+def plan_text(table: dict[str, Any]) -> str:
+    """The plan for a person."""
+    lines = [
+        f"plan: {table['source_tensors']:,} tensors → {table['files']} files,"
+        f" {table['layout']}, tp {table['tp']}, ep {table['ep']}"
+    ]
+    for name, folder in sorted(table["folders"].items()):
+        lines.append(f"  {name}/  {folder['files']} files  {size(folder['bytes'])}")
+    lines.append(f"total  {size(table['bytes'])}")
+    if table["published_files"]:
+        lines.append(f"{table['published_files']} files are there already")
+    lines.append(f"to read  {size(table['bytes_to_read'])}, nothing to download")
+    lines.append(f"to write {size(table['bytes_to_write'])}")
+    for disk in table["disks"]:
+        enough = "enough" if disk["free"] >= disk["needed"] else "NOT ENOUGH"
+        lines.append(f"disk of {disk['folder']}: {size(disk['free'])} free, {enough}")
+    return "\n".join([*lines, *_notes(table)])
+
+
+def conversion_table(result: "Conversion") -> dict[str, Any]:
+    """A conversion that was done."""
+    return {**vars(result), "output": str(result.output)}
+
+
+def conversion_text(table: dict[str, Any]) -> str:
+    """The same for a person."""
+    lines = [
+        f"{table['output']}: {table['files_written']} blobs written,"
+        f" {size(table['bytes_written'])}; {table['files_kept']} were there already"
+    ]
+    if not table["complete"]:
+        lines.append("not complete yet: run without --layers and --ranks to finish it")
+    return "\n".join([*lines, *_notes(table)])
+
+
+def _notes(table: dict[str, Any]) -> list[str]:
+    left_out = table["left_out"]
+    shown = left_out if len(left_out) <= 3 else [*left_out[:2], f"and {len(left_out) - 2} more"]
+    return [*(f"ignored: {text}" for text in table["ignored"]), *(f"note: {t}" for t in shown)]
+
+
+def validation_table(result: "Validation") -> dict[str, Any]:
+    """The outcome of a validation."""
+    findings = [{**finding._asdict(), "sentence": str(finding)} for finding in result.findings]
+    return {**vars(result), "ok": result.ok, "findings": findings}
+
+
+def validation_text(table: dict[str, Any]) -> str:
+    """The same for a person; the first 20 findings."""
+    checked = (
+        f"{table['files']} files, {table['tensors']:,} tensors, {table['experts']:,} expert parts,"
+        f" {size(table['bytes_read'])} read"
+    )
+    if table["ok"]:
+        proof = (
+            "every code and scale is the source's" if table["against_source"]
+            else "all digests agree (give --source to compare with the checkpoint)"
+        )  # fmt: skip
+        part = "" if table["complete"] else "; the output is not complete yet"
+        return f"ok: {checked}; {proof}{part}"
+    found = table["findings"]
+    lines = [f"DIFFERENT: {len(found)} finding(s); {checked}"]
+    lines += [f"  {finding['sentence']}" for finding in found[:20]]
+    if len(found) > 20:
+        lines.append(f"  and {len(found) - 20} more (--json has all)")
+    return "\n".join(lines)
+
+
+def synth_text(table: dict[str, Any]) -> str:
+    """What was made up."""
+    shards = table["shards"]
+    return f"{table['output']}: {len(shards)} shard(s), {size(sum(shards.values()))}"
+
+
+def bench_repack_text(table: dict[str, Any]) -> str:
+    """`bench repack` as a table."""
+    lines = [
+        _machine(table),
+        "slice   repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
+    ]
+    for row in table["rows"]:
+        cores = "  ".join(
+            f"{count}: {entry['repack_speedup']:.2f} ({entry['copy_speedup']:.2f})"
+            for count, entry in row["on_cores"].items()
+        )
+        lines.append(
+            f"{row['slice']:<7} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
+            f" {row['ratio_to_copy']:>15.2f}   {cores}"
+        )
+    return "\n".join(lines)
+
+
+def bench_convert_text(table: dict[str, Any]) -> str:
+    """`bench convert` as a table."""
+    return "\n".join(
+        [
+            _machine(table),
+            f"source               {size(table['source_bytes'])}",
+            f"convert              {table['convert_seconds']:.2f} s",
+            f"copy and sync        {table['copy_seconds']:.2f} s",
+            f"convert / copy       {table['ratio_to_copy']:.2f}",
+            f"core-seconds per GB  {table['core_seconds_per_gb']:.2f}",
+            f"peak private memory  {size(table['peak_private_bytes'])}",
+        ]
+    )
+
+
+def _machine(table: dict[str, Any]) -> str:
+    machine = table["machine"]
+    return f"{machine['cpu']}, {machine['cores']} cores, {table['pairs']} pairs"
+
+
+def inspection_text(table: dict[str, Any]) -> str:
+    """What a folder holds, a line a fact; lists and tables indented."""
+    lines = []
+    for key, value in table.items():
+        label = key.replace("_", " ")
+        if isinstance(value, dict):
+            lines.append(f"{label}:")
+            lines += [f"  {name}  {_value(name, entry)}" for name, entry in value.items()]
+        elif isinstance(value, list):
+            lines += [f"{label}: {entry}" for entry in value]
+        else:
+            lines.append(f"{label}: {_value(key, value)}")
+    return "\n".join(lines)
+
+
+def _value(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_value(name, entry)}" for name, entry in value.items())
+    return size(value) if key.endswith("bytes") and isinstance(value, int) else str(value)
