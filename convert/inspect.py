@@ -44,8 +44,6 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     checkpoint = read_checkpoint(path)
     model = read_model(checkpoint)
     dims, tensors = model.dims, checkpoint.tensors.values()
-    group_size = dims.quantization.group_size
-    scales = f"groups of {group_size}" if group_size else "a scale a row"
     absent = sorted(set(checkpoint.absent.values()))
     dtypes: dict[str, dict[str, int]] = {}
     for tensor in tensors:
@@ -60,7 +58,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "routed_experts": dims.experts,
         "hidden_size": dims.hidden,
         "moe_intermediate_size": dims.intermediate,
-        "quantisation": f"INT4, symmetric, {scales}",
+        "quantisation": f"INT4, symmetric, {dims.quantization}",
         "tensors": len(checkpoint.tensors) + len(checkpoint.absent),
         "bytes": sum(shard.size for shard in checkpoint.shards.values()),
         "shards": f"{len(checkpoint.shards)} of {len(checkpoint.shards) + len(absent)} are here",

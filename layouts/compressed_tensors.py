@@ -6,6 +6,7 @@ column 8m+j with value nibble − 8; `weight_scale` [N, K/group_size] (channelwi
 compressed-tensors' QuantizationConfig, QuantizationScheme and QuantizationArgs.
 """
 
+import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -14,7 +15,7 @@ from kconvert.layouts.errors import CheckpointError, UnsupportedError
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
 SHAPE_DTYPES = ("I32", "I64")
-COMPANIONS = ("weight_scale", "weight_shape")
+MATRIX_TENSORS = ("weight_packed", "weight_scale", "weight_shape")
 GROUP_SIZES = (32, 64, 128)
 
 _ANY = object()
@@ -42,6 +43,9 @@ class Quantization(NamedTuple):
     """How the weights are quantised: symmetric INT4; `group_size` columns a scale, None = a row."""
 
     group_size: int | None
+
+    def __str__(self) -> str:
+        return f"group_size {self.group_size}" if self.group_size else "channelwise scales"
 
     def groups(self, columns: range) -> range:
         """The scales of a row that belong to its columns `columns` (whole groups)."""
@@ -136,14 +140,13 @@ def quantized_matrix(
 
     Raises CheckpointError naming file, tensor, expected and found.
     """
-    packed = _companion(tensors, base, "weight_packed")
+    packed, scale, shape = (_companion(tensors, base, name) for name in MATRIX_TENSORS)
     _expect(packed, ("I32",), (n, k // 8))
-    scale, shape = (_companion(tensors, base, name) for name in COMPANIONS)
     groups = len(quantization.groups(range(k)))
     if len(scale.shape) == 2 and scale.shape[1] != groups:
         raise CheckpointError(
             f"{scale.shard}, tensor {scale.name}: {scale.shape[1]} scales a row found, {groups}"
-            f" expected for {k} columns and group_size {quantization.group_size} ({CONFIG_NAME})."
+            f" expected for {k} columns and {quantization} ({CONFIG_NAME})."
         )
     _expect(scale, SCALE_DTYPES, (n, groups))
     _expect(shape, SHAPE_DTYPES, (2,))
@@ -165,8 +168,8 @@ def _companion(tensors: Mapping[str, SourceTensor], base: str, name: str) -> Sou
     tensor = tensors.get(base + name)
     if tensor is None:
         raise CheckpointError(
-            f"tensor {base}{name} is missing: every quantised matrix needs weight_packed,"
-            " weight_scale and weight_shape."
+            f"tensor {base}{name} is in no shard: every quantised matrix needs"
+            f" {', '.join(MATRIX_TENSORS)}."
         )
     return tensor
 
@@ -190,7 +193,8 @@ def _check_fields(where: str, table: Any, fields: dict[str, Any]) -> None:
             )
         allowed = fields[key]
         if allowed is not _ANY and not any(value == a and type(value) is type(a) for a in allowed):
-            expected = " or ".join(repr(a) for a in allowed)
+            expected = " or ".join(json.dumps(a) for a in allowed)
             raise UnsupportedError(
-                f"{CONFIG_NAME}: {where}.{key} is {value!r:.80}, only {expected} can be converted."
+                f"{CONFIG_NAME}: {where}.{key} is {json.dumps(value):.80}, only {expected} can be"
+                " converted."
             )

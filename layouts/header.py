@@ -83,7 +83,8 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     try:
         table = json.loads(raw[8:].decode("utf-8"), object_pairs_hook=_unique)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON and duplicate keys alike
-        raise CheckpointError(f"{file} has a header that cannot be read: {error}.") from None
+        reason = str(error).partition(";")[0]  # Python's own advice follows there
+        raise CheckpointError(f"{file} has a header that cannot be read: {reason}.") from None
     if not isinstance(table, dict):
         raise CheckpointError(f"{file} has a header that is not a JSON object.")
     metadata = table.pop("__metadata__", None)

@@ -102,10 +102,12 @@ def place(name: str) -> Place:
         bare = name.removeprefix("language_model.")
         if bare in _OUTER:
             return Place("outer", order=_OUTER.index(bare))
-    reason = _UNSUPPORTED.get(name.rpartition(".")[2], "no sharding rule covers that name")
-    raise UnsupportedError(
-        f"tensor {name}: {reason}; known are DeepSeek-V3-style text models, Kimi's among them."
+    reason = _UNSUPPORTED.get(
+        name.rpartition(".")[2],
+        "no sharding rule covers that name; known are DeepSeek-V3-style text models, Kimi's among"
+        " them",
     )
+    raise UnsupportedError(f"tensor {name}: {reason}.")
 
 
 def expert_base(prefix: str, expert: int, projection: str) -> str:

@@ -1,0 +1,544 @@
+"""Every input that must be refused: one sentence, the right exit code, nothing published."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from kit import EXPERT0, LAYER1, SHARD, Tensor, change_json, copy_mini, header_json, load, write
+
+INDEX = "model.safetensors.index.json"
+Change = Callable[[Path], object]
+
+
+def truncated(source: Path) -> None:
+    os.truncate(source / SHARD, (source / SHARD).stat().st_size - 100)
+
+
+def too_long(source: Path) -> None:
+    with open(source / SHARD, "ab") as file:
+        file.write(b"\0" * 5)
+
+
+def empty(source: Path) -> None:
+    os.truncate(source / SHARD, 0)
+
+
+def seven_bytes(source: Path) -> None:
+    os.truncate(source / SHARD, 7)
+
+
+def lfs_pointer(source: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 9809047464\n"
+    (source / SHARD).write_text(pointer)
+
+
+def html_page(source: Path) -> None:
+    (source / SHARD).write_text("<!DOCTYPE html><html>401 Unauthorized</html>" * 40)
+
+
+def with_header(change: Callable[[dict], object]) -> Change:
+    """The shard with its header's table changed and its data as it was."""
+
+    def apply(source: Path) -> None:
+        tensors = load(source / SHARD)
+        table = header_json(tensors)
+        change(table)
+        write(source / SHARD, tensors, raw=json.dumps(table).encode())
+
+    return apply
+
+
+def with_raw(change: Callable[[bytes], bytes]) -> Change:
+    """The shard with the text of its header changed."""
+
+    def apply(source: Path) -> None:
+        tensors = load(source / SHARD)
+        write(source / SHARD, tensors, raw=change(json.dumps(header_json(tensors)).encode()))
+
+    return apply
+
+
+def with_tensors(change: Callable[[dict[str, Tensor]], object]) -> Change:
+    """The shard with other tensors, the index as it was."""
+
+    def apply(source: Path) -> None:
+        tensors = load(source / SHARD)
+        change(tensors)
+        write(source / SHARD, tensors)
+
+    return apply
+
+
+def renamed(old: str, new: str) -> Change:
+    """A tensor under another name, in shard and index."""
+
+    def apply(source: Path) -> None:
+        tensors = {new if n == old else n: t for n, t in load(source / SHARD).items()}
+        write(source / SHARD, tensors)
+        change_json(
+            source / INDEX, lambda i: i["weight_map"].update({new: i["weight_map"].pop(old)})
+        )
+
+    return apply
+
+
+def added(name: str, tensor: Tensor) -> Change:
+    def apply(source: Path) -> None:
+        write(source / SHARD, {**load(source / SHARD), name: tensor})
+        change_json(source / INDEX, lambda index: index["weight_map"].update({name: SHARD}))
+
+    return apply
+
+
+def in_index(change: Callable[[dict], object]) -> Change:
+    return lambda source: change_json(source / INDEX, change)
+
+
+def in_config(change: Callable[[dict], object]) -> Change:
+    return lambda source: change_json(source / "config.json", change)
+
+
+def in_quantization(change: Callable[[dict], object]) -> Change:
+    return in_config(lambda config: change(config["text_config"]["quantization_config"]))
+
+
+def in_weights(**values: object) -> Change:
+    return in_quantization(
+        lambda table: table["config_groups"]["group_0"]["weights"].update(values)
+    )
+
+
+def in_text(**values: object) -> Change:
+    return in_config(lambda config: config["text_config"].update(values))
+
+
+def shape_values(*values: int) -> Callable[[dict[str, Tensor]], None]:
+    data = b"".join(value.to_bytes(4, "little") for value in values)
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[f"{EXPERT0}gate_proj.weight_shape"] = Tensor("I32", (2,), data)
+
+    return change
+
+
+def dropped(name: str) -> Change:
+    def apply(source: Path) -> None:
+        tensors = load(source / SHARD)
+        del tensors[name]
+        write(source / SHARD, tensors)
+        change_json(source / INDEX, lambda index: index["weight_map"].pop(name))
+
+    return apply
+
+
+def retyped(tensors: dict[str, Tensor]) -> None:
+    old = tensors[f"{EXPERT0}up_proj.weight_packed"]
+    tensors[f"{EXPERT0}up_proj.weight_packed"] = old._replace(dtype="F32")
+
+
+def entry(table: dict, name: str = f"{EXPERT0}gate_proj.weight_packed") -> dict:
+    return table[name]
+
+
+GATE = f"{EXPERT0}gate_proj.weight_packed"
+REFUSED: dict[str, tuple[Change, list[str]]] = {
+    # files
+    "truncated shard": (truncated, [SHARD, "truncated", "expected"]),
+    "over-long shard": (too_long, [SHARD, "too long", "1,491,357"]),
+    "empty shard": (empty, [SHARD, "is empty"]),
+    "shard of seven bytes": (seven_bytes, [SHARD, "truncated", "7 bytes"]),
+    "LFS pointer": (lfs_pointer, [SHARD, "Git LFS pointer", "git lfs pull"]),
+    "an error page": (html_page, [SHARD, "no safetensors file"]),
+    "missing shard": (
+        lambda s: (s / SHARD).unlink(), [SHARD, "missing", "--layers 0,2"],
+    ),
+    "no shard at all": (
+        lambda s: [p.unlink() for p in s.glob("*.safetensors")], ["none of the 6 shards"],
+    ),
+    # headers
+    "overlap": (
+        with_header(lambda t: entry(t).update(data_offsets=[0, 32768])), [SHARD, "overlap"],
+    ),
+    "hole": (
+        with_header(lambda t: t.pop(f"{EXPERT0}down_proj.weight_shape")), [SHARD, "a hole", "gate"],
+    ),
+    "duplicate key": (
+        with_raw(lambda raw: raw.replace(b"{", b'{"%s":{},' % GATE.encode(), 1)),
+        [SHARD, GATE, "twice"],
+    ),
+    "duplicate field": (
+        with_raw(lambda raw: raw.replace(b'"dtype"', b'"dtype":"I8","dtype"', 1)), ["twice"],
+    ),
+    "wrong size": (
+        with_header(lambda t: entry(t).update(shape=[256, 31])), [SHARD, GATE, "31,744", "32,768"],
+    ),
+    "unknown dtype": (
+        with_header(lambda t: entry(t).update(dtype="I31")), [SHARD, GATE, "'I31'"],
+    ),
+    "negative shape": (
+        with_header(lambda t: entry(t).update(shape=[-256, -32])), [SHARD, GATE, "[-256, -32]"],
+    ),
+    "absurd shape": (
+        with_header(lambda t: entry(t).update(shape=[1 << 200, 32])), [SHARD, GATE, "shape"],
+    ),
+    "overflowing shape": (
+        with_header(lambda t: entry(t).update(shape=[1 << 62, 1 << 62])), [SHARD, GATE, "takes"],
+    ),
+    "deep shape": (
+        with_header(lambda t: entry(t).update(shape=[1] * 5000)), [SHARD, GATE, "shape"],
+    ),
+    "boolean shape": (
+        with_header(lambda t: entry(t).update(shape=[True, 32])), [SHARD, GATE, "shape"],
+    ),
+    "fractional offsets": (
+        with_header(lambda t: entry(t).update(data_offsets=[0.5, 9])), [SHARD, GATE, "offsets"],
+    ),
+    "negative offsets": (
+        with_header(lambda t: entry(t).update(data_offsets=[-8, 32760])), [SHARD, GATE, "offsets"],
+    ),
+    "an unknown field": (
+        with_header(lambda t: entry(t).update(stride=[1])), [SHARD, GATE, "data_offsets", "stride"],
+    ),
+    "a tensor that is a list": (
+        with_header(lambda t: t.update({GATE: []})), [SHARD, GATE, "list"],
+    ),
+    "metadata of numbers": (
+        with_header(lambda t: t.update(__metadata__={"format": 1})), [SHARD, "__metadata__"],
+    ),
+    "a header that is a list": (with_raw(lambda _: b"[1, 2]"), [SHARD, "not a JSON object"]),
+    "a header that is not JSON": (with_raw(lambda raw: raw[:-1]), [SHARD, "cannot be read"]),
+    "non-UTF-8": (with_raw(lambda raw: raw.replace(b"gate", b"g\xff\xfee", 1)), [SHARD, "utf-8"]),
+    "a lone surrogate": (
+        with_raw(lambda raw: raw.replace(b"gate", b"\\ud800", 1)), [SHARD, "not valid Unicode"],
+    ),
+    "nesting without end": (with_raw(lambda _: b"[" * 200_000), [SHARD, "cannot be read"]),
+    "a number without end": (
+        with_raw(lambda raw: raw.replace(b"256", b"9" * 10_000, 1)), [SHARD, "cannot be read"],
+    ),
+    # the index
+    "tensor the shard lacks": (
+        in_index(lambda i: i["weight_map"].update({f"{LAYER1}mlp.gate.bias": SHARD})),
+        [SHARD, "lacks tensor", f"{LAYER1}mlp.gate.bias"],
+    ),
+    "shard outside the folder": (
+        in_index(lambda i: i["weight_map"].update({GATE: "../other/model.safetensors"})),
+        [INDEX, GATE, "../other/model.safetensors"],
+    ),
+    "absolute shard": (
+        in_index(lambda i: i["weight_map"].update({GATE: "/etc/passwd"})), [INDEX, "/etc/passwd"],
+    ),
+    "shard that is a number": (
+        in_index(lambda i: i["weight_map"].update({GATE: 7})), [INDEX, GATE, "7"],
+    ),
+    "no weight_map": (in_index(lambda i: i.pop("weight_map")), [INDEX, "weight_map"]),
+    "index that is not JSON": (lambda s: (s / INDEX).write_text("{"), [INDEX, "JSON"]),
+    "index that is not UTF-8": (lambda s: (s / INDEX).write_bytes(b'{"\xff": 1}'), [INDEX]),
+    "neither index nor one file": (
+        lambda s: (s / INDEX).unlink(), [INDEX, "6 safetensors files", "exactly one"],
+    ),
+    # tensors
+    "wrong weight_shape": (
+        with_tensors(shape_values(256, 128)),
+        [SHARD, f"{EXPERT0}gate_proj.weight_shape", "[256, 128]", "[256, 256]"],
+    ),
+    "swapped weight_shape": (
+        with_tensors(shape_values(256, 2048)), ["weight_shape", "[256, 2048]"],
+    ),
+    "wrong dtype": (
+        with_tensors(retyped), [SHARD, f"{EXPERT0}up_proj.weight_packed", "I32", "F32"],
+    ),
+    "missing scale": (
+        dropped(f"{EXPERT0}up_proj.weight_scale"),
+        ["up_proj.weight_scale is in no shard", "weight_shape"],
+    ),
+    "scale under another name": (
+        renamed(f"{EXPERT0}up_proj.weight_scale", f"{EXPERT0}up_proj.weight_scale_2"),
+        [f"{EXPERT0}up_proj.weight_scale_2", "no sharding rule"],
+    ),
+    "zero points": (
+        added(f"{EXPERT0}up_proj.weight_zero_point", Tensor("I32", (32, 8), b"\0" * 1024)),
+        ["weight_zero_point", "asymmetric"],
+    ),
+    "act-order with g_idx": (
+        added(f"{EXPERT0}up_proj.weight_g_idx", Tensor("I32", (256,), b"\0" * 1024)),
+        ["weight_g_idx", "act-order"],
+    ),
+    "a name without a rule": (
+        added(f"{LAYER1}mlp.block_sparse_moe.w1.weight", Tensor("BF16", (1,), b"\0\0")),
+        ["block_sparse_moe", "no sharding rule"],
+    ),
+    "a layer too many": (
+        added("language_model.model.layers.9.input_layernorm.weight", Tensor("U8", (1,), b"\0")),
+        ["layer(s) 9", "num_hidden_layers 3"],
+    ),
+    "an expert too many": (
+        renamed(GATE, GATE.replace("experts.0", "experts.8")), ["layer-00001", "9 routed experts"],
+    ),
+    # the config
+    "no config": (lambda s: (s / "config.json").unlink(), ["config.json", "missing"]),
+    "config that is a list": (
+        lambda s: (s / "config.json").write_text("[]"), ["config.json", "not a JSON object"],
+    ),
+    "more experts than there are": (
+        in_text(n_routed_experts=16), ["layer-00001", "8 routed experts", "16"],
+    ),
+    "more layers than there are": (
+        in_text(num_hidden_layers=5), ["layer(s) 3-4", "num_hidden_layers 5"],
+    ),
+    "a dense layer with experts": (
+        in_text(first_k_dense_replace=2), ["layer-00001", "8 routed experts", "0"],
+    ),
+    "no such size": (in_text(hidden_size="256"), ["hidden_size", "'256'"]),
+    "negative size": (in_text(moe_intermediate_size=-256), ["moe_intermediate_size", "-256"]),
+    "other sizes": (in_text(moe_intermediate_size=512), [SHARD, GATE, "[512, 32]", "[256, 32]"]),
+    "another kind of model": (in_text(n_routed_experts=None), ["n_routed_experts"]),
+    "every other layer MoE": (in_text(moe_layer_freq=2), ["moe_layer_freq is 2"]),
+    # quantisation
+    "group size of the scales": (
+        in_weights(group_size=64), [SHARD, "weight_scale", "8 scales", "group_size 64"],
+    ),
+    "channelwise against groups": (
+        in_weights(strategy="channel", group_size=None), ["weight_scale", "8 scales", "1 expected"],
+    ),
+    "odd group size": (in_weights(group_size=48), ["group_size is 48"]),
+    "8 bit": (in_weights(num_bits=8), ["num_bits is 8"]),
+    "6 bit": (in_weights(num_bits=6), ["num_bits is 6"]),
+    "floats": (in_weights(type="float"), ['type is "float"']),
+    "asymmetric": (in_weights(symmetric=False), ["symmetric is false"]),
+    "act-order by group": (in_weights(actorder="group"), ['actorder is "group"']),
+    "dynamic": (in_weights(dynamic=True), ["dynamic is true"]),
+    "block strategy": (in_weights(strategy="block"), ['strategy is "block"']),
+    "unknown field of the weights": (
+        in_weights(sparsity="2:4"), ["weights.sparsity", "not a field"],
+    ),
+    "unknown field": (
+        in_quantization(lambda t: t.update(rotation="hadamard")), ["rotation", "not a field"],
+    ),
+    "MXFP4 by format": (
+        in_quantization(lambda t: t.update(format="mxfp4-pack-quantized")), ["MXFP4"],
+    ),
+    "MXFP4 by method": (in_quantization(lambda t: t.update(quant_method="mxfp4")), ["MXFP4"]),
+    "fp8": (in_quantization(lambda t: t.update(quant_method="fp8")), ["quant_method is 'fp8'"]),
+    "another format": (
+        in_quantization(lambda t: t.update(format="int-quantized")), ["'int-quantized'"],
+    ),
+    "quantised KV cache": (
+        in_quantization(lambda t: t.update(kv_cache_scheme={"num_bits": 8})), ["kv_cache_scheme"],
+    ),
+    "quantised activations": (
+        in_quantization(
+            lambda t: t["config_groups"]["group_0"].update(input_activations={"num_bits": 8})
+        ),
+        ["input_activations"],
+    ),
+    "two groups": (
+        in_quantization(lambda t: t["config_groups"].update(group_1={})), ["config_groups", "2"],
+    ),
+    "no quantisation": (
+        in_config(lambda c: c["text_config"].pop("quantization_config")), ["quantization_config"],
+    ),
+    "quantisation that is a list": (
+        in_config(lambda c: c.update(quantization_config=[])), ["not an object"],
+    ),
+}  # fmt: skip
+
+
+def published(output: Path) -> list[Path]:
+    return [p for p in output.rglob("*") if p.is_file() and p.name != "runs.jsonl"]
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name: str, mini: Path, tmp_path: Path, kconvert) -> None:
+    change, words = REFUSED[name]
+    change(mini)
+    outcome = kconvert("convert", mini, tmp_path / "out", "--tp", 2)
+    assert outcome.code == 2
+    assert outcome.out == ""
+    sentence = outcome.err.strip()
+    assert sentence.startswith("kconvert: ") and "\n" not in sentence and len(sentence) < 700
+    for word in words:
+        assert word in sentence
+    # Faults in the data show while converting: layer 0 may be whole and published by then.
+    blobs = {path.name for path in published(tmp_path / "out")}
+    assert blobs <= {"layer-00000.safetensors"}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--tp", 8], ["256 rows", "32 a rank", "64-column tiles", "--tp 8 --ep 2"]),
+        (["--tp", 16, "--layout", "w4a16"], ["16 a rank", "group of 32", "--tp 16 --ep 2"]),
+        (["--tp", 3], ["256 rows", "3 ranks", "--tp 3 --ep", "--tp 1, --tp 2, --tp 4"]),
+        (["--tp", 4, "--ep", 3], ["ep 3 does not divide tp 4", "--tp 4 --ep 1"]),
+        (["--tp", 16, "--ep", 16], ["8 experts do not divide over ep 16", "--tp 16 --ep 4"]),
+        (["--tp", 0], ["at least 1"]),
+        (["--layout", "awq"], ["'awq'", "marlin, w4a16"]),
+        (["--layers", "7"], ["--layers 7", "0 to 2"]),
+        (["--tp", 2, "--ranks", "2"], ["--ranks 2", "0 to 1"]),
+    ],
+)
+def test_options_that_do_not_fit(options, words, mini: Path, tmp_path: Path, kconvert) -> None:
+    outcome = kconvert("convert", mini, tmp_path / "out", *options)
+    assert outcome.code == 2
+    for word in words:
+        assert word in outcome.err
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("text", ["1-", "a", "3-1", "", "1,,2", "-1", "0-999999999999"])
+def test_lists_that_are_none(text: str, mini: Path, tmp_path: Path, kconvert) -> None:
+    outcome = kconvert("convert", mini, tmp_path / "out", f"--layers={text}")
+    assert outcome.code == 2
+    assert "is not a list like 0-3,60" in outcome.err
+
+
+def test_output_inside_input_and_input_inside_output(mini: Path, tmp_path: Path, kconvert) -> None:
+    for source, output in [(mini, mini / "out"), (mini, mini), (mini, tmp_path)]:
+        outcome = kconvert("convert", source, output)
+        assert outcome.code == 2
+        assert "lies in the" in outcome.err
+    # A link must not hide it: the shards lie in the output.
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    for path in mini.iterdir():
+        (hub / path.name).symlink_to(path)
+    outcome = kconvert("convert", hub, mini)
+    assert outcome.code == 2 and "lies in the output" in outcome.err
+
+
+def test_output_of_another_fingerprint_is_kept(mini: Path, tmp_path: Path, kconvert) -> None:
+    out = tmp_path / "out"
+    assert kconvert("convert", mini, out, "--tp", 2).code == 0
+    before = {path: (path.read_bytes(), path.stat().st_ino) for path in published(out)}
+    other = copy_mini(tmp_path / "other")
+    data = bytearray((other / SHARD).read_bytes())
+    data[-5] ^= 1
+    (other / SHARD).write_bytes(data)
+    cases = [
+        ([mini, "--tp", 4], "is for marlin tp 2 ep 1, this run is for marlin tp 4 ep 1"),
+        ([mini, "--tp", 2, "--layout", "w4a16"], "this run is for w4a16"),
+        ([other, "--tp", 2], "was made from other weights"),
+    ]
+    for (source, *options), words in cases:
+        for more in ([], ["--dry-run"]):
+            outcome = kconvert("convert", source, out, *options, *more)
+            assert outcome.code == 2
+            assert words in outcome.err and "--overwrite" in outcome.err
+    assert {p: (p.read_bytes(), p.stat().st_ino) for p in published(out)} == before
+
+
+def test_small_file_that_differs_is_kept(mini: Path, tmp_path: Path, kconvert) -> None:
+    out = tmp_path / "out"
+    assert kconvert("convert", mini, out).code == 0
+    (mini / "generation_config.json").write_text("{}")
+    outcome = kconvert("convert", mini, out)
+    assert outcome.code == 2
+    assert "generation_config.json differs from the source's" in outcome.err
+
+
+def test_output_that_is_a_checkpoint(mini: Path, tmp_path: Path, kconvert) -> None:
+    out = copy_mini(tmp_path / "out")
+    outcome = kconvert("convert", mini, out)
+    assert outcome.code == 2
+    assert "is part of another checkpoint" in outcome.err
+
+
+def test_truncated_blob_is_not_taken_for_whole(mini: Path, tmp_path: Path, kconvert) -> None:
+    out = tmp_path / "out"
+    assert kconvert("convert", mini, out).code == 0
+    blob = out / "common/outer.safetensors"
+    os.truncate(blob, blob.stat().st_size - 1)
+    outcome = kconvert("convert", mini, out)
+    assert outcome.code == 2
+    assert "outer.safetensors" in outcome.err and "truncated" in outcome.err
+
+
+def test_another_run_on_the_same_output(mini: Path, tmp_path: Path, kconvert) -> None:
+    out = tmp_path / "out"
+    owner = "from kconvert.convert.owner import owned\nfrom pathlib import Path\nimport sys\n"
+    owner += "with owned(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
+    (out / ".kconvert").mkdir(parents=True)
+    with subprocess.Popen(
+        [sys.executable, "-c", owner, out / ".kconvert"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as other:  # fmt: skip
+        assert other.stdout.readline() == b"mine\n"
+        outcome = kconvert("convert", mini, out)
+        assert outcome.code == 3
+        assert "another run" in outcome.err and f"pid {other.pid}" in outcome.err
+        other.kill()
+    assert (out / ".kconvert/owner").exists()  # it died without tidying up
+    assert kconvert("convert", mini, out).code == 0
+
+
+def test_owner_on_another_host_is_not_taken_over(mini: Path, tmp_path: Path, kconvert) -> None:
+    work = tmp_path / "out/.kconvert"
+    work.mkdir(parents=True)
+    (work / "owner").write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "x"}))
+    outcome = kconvert("convert", mini, tmp_path / "out")
+    assert outcome.code == 3
+    assert "pid 1 on elsewhere" in outcome.err
+
+
+def test_no_space(mini: Path, tmp_path: Path, kconvert, monkeypatch) -> None:
+    """The check is exact: one byte too few is refused, and nothing is written."""
+    import shutil
+    from collections import namedtuple
+
+    plan = json.loads(kconvert("convert", mini, tmp_path / "out", "--dry-run", "--json").out)
+    needed = plan["bytes_to_write"]
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
+    outcome = kconvert("convert", mini, tmp_path / "out")
+    assert outcome.code == 3
+    assert f"{needed:,} are needed (1 more)" in outcome.err
+    assert published(tmp_path / "out") == []
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
+    assert kconvert("convert", mini, tmp_path / "out").code == 0
+
+
+def test_disk_that_fills_up_all_the_same(mini: Path, tmp_path: Path, kconvert, monkeypatch) -> None:
+    """A file-size limit stands in for a full disk: the system's own error, at a real write."""
+    import resource
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
+    try:
+        outcome = kconvert("convert", mini, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert outcome.code == 3
+    assert "File too large" in outcome.err
+    assert published(tmp_path / "out") == []
+    assert kconvert("convert", mini, tmp_path / "out").code == 0
+
+
+def test_no_permission(mini: Path, tmp_path: Path) -> None:
+    """As another user where the tests run as root, who may write anywhere."""
+    locked = tmp_path / "locked"
+    locked.mkdir(mode=0o755)
+    for folder in (tmp_path, *tmp_path.parents):
+        if "pytest" in str(folder):
+            folder.chmod(0o755)
+    if os.getuid() != 0:
+        locked.chmod(0o555)
+    code = (
+        "import contextlib, os, sys, tqdm\n"
+        "from kconvert.convert import cli\n"
+        f"sys.argv = ['kconvert', 'convert', {str(mini)!r}, {str(locked / 'out')!r}]\n"
+        "sys.argv.append('--dry-run')  # loads all the code that the other user may not read\n"
+        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None): cli.main()\n"
+        "if os.getuid() == 0: os.setuid(65534)\n"
+        "sys.argv.pop(); cli.main()\n"
+    )
+    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert outcome.returncode == 3, outcome.stderr
+    assert f"{locked}/out" in outcome.stderr
+    assert "Permission denied: check the permissions" in outcome.stderr
+    assert "Traceback" not in outcome.stderr

@@ -1,0 +1,134 @@
+"""Marlin against vLLM's own kernels, against the formula, and pack against unpack."""
+
+import hashlib
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kit import DATA
+from safetensors import safe_open
+
+from kconvert.layouts import marlin, w4a16
+
+CASES = json.loads((DATA / "marlin_cases.json").read_text())
+
+
+def golden(name: str) -> np.ndarray:
+    """A golden tensor; bf16 as its bits."""
+    import torch
+
+    with safe_open(DATA / "marlin_cases.safetensors", "pt") as file:
+        tensor = file.get_tensor(name)
+    if tensor.dtype == torch.bfloat16:
+        tensor = tensor.view(torch.uint16)
+    return tensor.numpy()
+
+
+def formula(packed: np.ndarray) -> np.ndarray:
+    """word(k, n) and nibble(k, n) as the facts state them, one code at a time."""
+    rows, columns = packed.shape[0], 8 * packed.shape[1]
+    n, k = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+    code = packed.view(np.uint32)[n, k // 8] >> (4 * (k % 8)).astype(np.uint32) & 15
+    word = k // 16 * 2 * rows + 128 * (n // 64) + 16 * (n % 8) + 4 * (k % 8 // 2) + n // 16 % 4
+    nibble = k // 8 % 2 + 2 * (n // 8 % 2) + 4 * (k % 2)
+    out = np.zeros(rows * columns // 8, np.uint32)
+    np.bitwise_or.at(out, word, code << (4 * nibble).astype(np.uint32))
+    return out.view(np.int32).reshape(columns // 16, 2 * rows)
+
+
+def random_words(seed: int, rows: int, words: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(-(1 << 31), 1 << 31, (rows, words), np.int32)
+
+
+@pytest.mark.parametrize("case", [entry["case"] for entry in CASES["repack"]])
+def test_repack_is_vllms(case: int) -> None:
+    source, packed = golden(f"repack.{case}.weight_packed"), golden(f"repack.{case}.marlin")
+    assert np.array_equal(marlin.pack_weight(source), packed)
+    assert np.array_equal(formula(source), packed)
+    assert np.array_equal(marlin.unpack_weight(packed), source)
+
+
+@pytest.mark.parametrize("case", CASES["hash"], ids=lambda case: f"{case['N']}x{case['K']}")
+def test_repack_at_k26_sizes_has_vllms_hash(case: dict) -> None:
+    rng = np.random.Generator(np.random.Philox(case["philox_seed"]))
+    source = rng.integers(0, 1 << 32, (case["N"], case["K"] // 8), np.uint32).view(np.int32)
+    assert hashlib.sha256(source.tobytes()).hexdigest() == case["sha256_input"]
+    packed = marlin.pack_weight(source)
+    assert hashlib.sha256(packed.tobytes()).hexdigest() == case["sha256_marlin"]
+
+
+@pytest.mark.parametrize("name", ["w13", "w2"])
+@pytest.mark.parametrize("expert", range(8))
+def test_moe_weights_and_scales_are_vllms(name: str, expert: int) -> None:
+    source = golden(f"moe.0.{name}_weight_packed")[expert]
+    assert np.array_equal(marlin.pack_weight(source), golden(f"moe.0.{name}_marlin")[expert])
+    scales = golden(f"moe.0.{name}_weight_scale")[expert]
+    permuted = golden(f"moe.0.{name}_scale_marlin")[expert]
+    assert np.array_equal(marlin.permute_scales(scales), permuted)
+    assert np.array_equal(marlin.unpermute_scales(permuted), scales)
+
+
+def test_single_group_scales_follow_the_single_group_formula() -> None:
+    """No golden tensor has one group, so the stated formula is the reference."""
+    scales = np.arange(256, dtype=np.uint16)[:, None]
+    n = np.arange(256)
+    place = 32 * (n // 32) + 8 * (n % 8 // 2) + 2 * (n % 32 // 8) + n % 2
+    expected = np.empty((1, 256), np.uint16)
+    expected[0, place] = scales[:, 0]
+    assert np.array_equal(marlin.permute_scales(scales), expected)
+    assert np.array_equal(marlin.unpermute_scales(expected), scales)
+    many = np.repeat(scales, 2, axis=1)  # two groups: the other order
+    assert not np.array_equal(marlin.permute_scales(many)[:1], expected)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 5), st.integers(1, 40), st.integers(0, 1 << 32))
+def test_pack_is_the_formula_and_unpack_its_inverse(tiles_n: int, tiles_k: int, seed: int) -> None:
+    source = random_words(seed, 64 * tiles_n, 2 * tiles_k)
+    packed = marlin.pack_weight(source)
+    assert np.array_equal(packed, formula(source))
+    assert np.array_equal(marlin.unpack_weight(packed), source)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.sampled_from([marlin, w4a16]),
+    st.integers(1, 3), st.integers(1, 12), st.integers(1, 3), st.integers(0, 1 << 32),
+)  # fmt: skip
+def test_packing_a_slice_is_slicing_then_packing(layout, n, k, parts, seed) -> None:
+    """Every rank's rows of gate and up, fused, and every rank's columns of down."""
+    n, k = 64 * n, 16 * k
+    gate, up = (random_words(seed + i, n * parts, k // 8) for i in range(2))
+    down = random_words(seed, n, k * parts // 8)
+    for part in range(parts):
+        rows, columns = range(part * n, part * n + n), range(part * k, part * k + k)
+        w13 = np.empty(layout.weight_shape(2 * n, k), np.int32)
+        layout.pack_weight_into(gate, rows, range(k), w13, 0)
+        layout.pack_weight_into(up, rows, range(k), w13, n)
+        fused = np.concatenate([gate[part * n : part * n + n], up[part * n : part * n + n]])
+        assert np.array_equal(layout.unpack_weight(w13), fused)
+        w2 = np.empty(layout.weight_shape(n, k), np.int32)
+        layout.pack_weight_into(down, range(n), columns, w2, 0)
+        cut = down[:, part * k // 8 : (part + 1) * k // 8]
+        assert np.array_equal(layout.unpack_weight(w2), cut)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([marlin, w4a16]), st.integers(1, 4), st.integers(1, 70),
+    st.sampled_from([np.uint16, np.uint32]), st.integers(0, 1 << 32),
+)  # fmt: skip
+def test_scales_come_back(layout, tiles, groups, dtype, seed) -> None:
+    n = 64 * tiles
+    scales = np.random.default_rng(seed).integers(0, 1 << 16, (n, groups + 2)).astype(dtype)
+    out = np.empty(layout.scale_shape(n, groups), dtype)
+    layout.pack_scales_into(scales, range(n), range(1, groups + 1), out, 0)
+    assert np.array_equal(layout.unpermute_scales(out), scales[:, 1 : groups + 1])
+
+
+@pytest.mark.parametrize(("rows", "words", "reason"), [(32, 4, "32 rows"), (64, 3, "24 columns")])
+def test_a_cut_tile_is_refused(rows: int, words: int, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        marlin.pack_weight(np.zeros((rows, words), np.int32))
