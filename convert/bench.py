@@ -151,7 +151,7 @@ def bench_convert(folder: Path, pairs: int = 5) -> dict[str, Any]:
     ratios, conversions, copies, cpu, peak = [], [], [], [], 0
     for turn in range(pairs + 1):
         before = _cpu_seconds()
-        with _PeakMemory() as memory:
+        with PeakMemory() as memory:
             converting = _seconds(lambda: run(prepare(source, output, options)) and None)
         used = _cpu_seconds() - before
         copying = _seconds(lambda: _copy(shard, copied))
@@ -178,11 +178,11 @@ def bench_convert(folder: Path, pairs: int = 5) -> dict[str, Any]:
     }
 
 
-class _PeakMemory:
-    """Samples this process's anonymous memory every 20 ms and keeps the largest."""
+class PeakMemory:
+    """Samples this process's private memory every 5 ms: `start` and `peak` in bytes."""
 
-    def __enter__(self) -> "_PeakMemory":
-        self.peak = 0
+    def __enter__(self) -> "PeakMemory":
+        self.start = self.peak = _private_bytes()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._sample)
         self._thread.start()
@@ -193,10 +193,14 @@ class _PeakMemory:
         self._thread.join()
 
     def _sample(self) -> None:
-        while not self._stop.wait(0.02):
-            status = Path("/proc/self/status").read_text()
-            kilobytes = next(s for s in status.splitlines() if s.startswith("RssAnon")).split()[1]
-            self.peak = max(self.peak, 1024 * int(kilobytes))
+        while not self._stop.wait(0.005):
+            self.peak = max(self.peak, _private_bytes())
+
+
+def _private_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    kilobytes = next(s for s in status.splitlines() if s.startswith("RssAnon")).split()[1]
+    return 1024 * int(kilobytes)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -1,0 +1,217 @@
+"""Carrying out: bytes read once, memory bounded, the same bytes always, resumed after anything."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from kit import KIMI_MINI, copy_mini, tree
+
+from kconvert.convert import convert, execute
+from kconvert.convert.run import Options, prepare, run
+from kconvert.convert.writer import BlobWriter
+from kconvert.layouts.checkpoint import read_checkpoint
+from kconvert.layouts.errors import CheckpointError, KconvertError
+
+
+def test_every_source_byte_is_read_once(tmp_path: Path, monkeypatch) -> None:
+    """Counted at the system call: ranges do not overlap and cover every indexed tensor."""
+    prepared = prepare(KIMI_MINI, tmp_path / "out", Options(tp=2, ep=2))
+    ranges: list[tuple[str, int, int]] = []
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(fd, buffers, offset)
+        ranges.append((Path(os.readlink(f"/proc/self/fd/{fd}")).name, offset, offset + count))
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    result = run(prepared)
+    tensors = read_checkpoint(KIMI_MINI).tensors.values()
+    wanted = sorted((t.shard, t.start, t.start + t.nbytes) for t in tensors)
+    assert sorted(ranges) == wanted
+    assert result.bytes_read == sum(t.nbytes for t in tensors) == 4_627_328
+
+
+@pytest.mark.parametrize("workers", [1, 3, 16])
+def test_same_bytes_on_any_number_of_workers(workers: int, tmp_path: Path) -> None:
+    convert(KIMI_MINI, tmp_path / "a", tp=4)
+    convert(KIMI_MINI, tmp_path / "b", tp=4, workers=workers)
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_same_bytes_from_another_folder_and_in_parts(tmp_path: Path) -> None:
+    """Path, time and order of the parts leave no trace; the manifest is the same too."""
+    convert(KIMI_MINI, tmp_path / "whole", tp=2)
+    source = copy_mini(tmp_path / "elsewhere")
+    steps = [{"layers": [2]}, {"ranks": [1]}, {"layers": [0, 1], "ranks": [0]}]
+    for step in steps:
+        part = convert(source, tmp_path / "parts", tp=2, **step)
+        manifest = json.loads((tmp_path / "parts/kconvert.json").read_text())
+        assert manifest["complete"] is part.complete
+    assert part.complete
+    assert tree(tmp_path / "whole") == tree(tmp_path / "parts")
+
+
+def test_part_of_a_source_converts_as_part_of_the_output(tmp_path: Path) -> None:
+    """Shard by shard, each deleted after use: what one does without room for the whole."""
+    convert(KIMI_MINI, tmp_path / "whole", tp=2)
+    source = copy_mini(tmp_path / "source")
+    kept = {path.name: path.read_bytes() for path in source.glob("model-0000[123]*")}
+    for path in source.glob("model-0000[123]*"):
+        path.unlink()
+    for layer, name in enumerate(sorted(kept)):
+        (source / name).write_bytes(kept[name])
+        assert not convert(source, tmp_path / "out", tp=2, layers=[layer]).complete
+        (source / name).unlink()
+    for name, raw in kept.items():
+        (source / name).write_bytes(raw)
+    assert convert(source, tmp_path / "out", tp=2).files_written == 2  # outer and vision
+    assert tree(tmp_path / "whole") == tree(tmp_path / "out")
+
+
+def test_published_files_are_not_written_again(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(KIMI_MINI, out, tp=2)
+    before = {path: path.stat().st_ino for path in out.rglob("*.safetensors")}
+    lost = out / "rank-00001-of-00002/layer-00002.safetensors"
+    whole = lost.read_bytes()
+    lost.unlink()
+    result = convert(KIMI_MINI, out, tp=2)
+    assert (result.files_written, result.files_kept) == (1, len(before) - 1)
+    assert lost.read_bytes() == whole
+    del before[lost]
+    assert {path: path.stat().st_ino for path in before} == before
+
+
+@pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_interrupted_and_resumed(sign: signal.Signals, tmp_path: Path) -> None:
+    """Stopped in the middle of a layer; the same command ends in the same bytes."""
+    convert(KIMI_MINI, tmp_path / "whole", tp=2)
+    out = tmp_path / "out"
+    slow = (
+        "import sys, time\n"
+        "from kconvert.convert import cli, writer\n"
+        "real = writer.BlobWriter.write_expert\n"
+        "def write(self, tensor, index, data):\n"
+        "    time.sleep(0.02); real(self, tensor, index, data)\n"
+        "writer.BlobWriter.write_expert = write\n"
+        f"sys.argv = ['kconvert', 'convert', {str(KIMI_MINI)!r}, {str(out)!r}, '--tp', '2']\n"
+        "cli.main()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", slow], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not list(out.glob(".kconvert/rank-*.partial")) and time.monotonic() < deadline:
+        time.sleep(0.005)
+    process.send_signal(sign)
+    _, err = process.communicate(timeout=60)
+    if sign == signal.SIGKILL:
+        assert list(out.glob(".kconvert/*.partial"))
+    else:
+        assert process.returncode == 130
+        assert (
+            err == f"kconvert: interrupted; to resume: kconvert convert {KIMI_MINI} {out} --tp 2\n"
+        )
+        assert not list(out.glob(".kconvert/*.partial"))
+    assert not (out / "kconvert.json").exists()
+    inodes = {path: path.stat().st_ino for path in out.rglob("*.safetensors")}
+    assert convert(KIMI_MINI, out, tp=2).complete
+    assert tree(out) == tree(tmp_path / "whole")
+    assert {path: path.stat().st_ino for path in inodes} == inodes
+    assert not list(out.glob(".kconvert/*.partial"))
+
+
+def test_shard_cut_while_it_is_read(tmp_path: Path) -> None:
+    source = copy_mini(tmp_path / "source")
+    prepared = prepare(source, tmp_path / "out", Options(tp=2))
+    os.truncate(source / "model-00003-of-000006.safetensors", 700_000)
+    with pytest.raises(CheckpointError, match="cut while it was being read"):
+        run(prepared)
+    assert not list((tmp_path / "out").rglob("layer-00002.safetensors"))
+    assert not list((tmp_path / "out/.kconvert").glob("*.partial"))
+
+
+def test_a_tensor_not_written_is_not_published(tmp_path: Path, monkeypatch) -> None:
+    """The books are checked: a forgotten or doubled piece stops the run."""
+    real = BlobWriter.write_expert
+
+    def forgetful(self, tensor, index, data):
+        if index != 3:
+            real(self, tensor, index, data)
+
+    monkeypatch.setattr(BlobWriter, "write_expert", forgetful)
+    with pytest.raises(KconvertError, match="bytes were written and 4 tensors are not whole"):
+        convert(KIMI_MINI, tmp_path / "a", tp=2)
+    monkeypatch.setattr(BlobWriter, "write_expert", lambda *a: (real(*a), real(*a)))
+    with pytest.raises(KconvertError, match="written twice"):
+        convert(KIMI_MINI, tmp_path / "b", tp=2)
+    assert not list(tmp_path.rglob("rank-*/*.safetensors"))
+
+
+def test_overwrite_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    convert(KIMI_MINI, out, tp=4)
+    convert(KIMI_MINI, out, tp=2, overwrite=True)
+    convert(KIMI_MINI, tmp_path / "fresh", tp=2)
+    assert tree(out) == tree(tmp_path / "fresh")
+    assert {p.name for p in out.glob("rank-*")} == {"rank-00000-of-00002", "rank-00001-of-00002"}
+
+
+def test_text_only_leaves_vision_out(tmp_path: Path) -> None:
+    result = convert(KIMI_MINI, tmp_path / "out", tp=2, text_only=True)
+    assert result.complete
+    assert result.left_out == ("vision is left out (--text-only)",)
+    assert not (tmp_path / "out/common/vision.safetensors").exists()
+
+
+def test_rank_folder_on_another_disk(tmp_path: Path) -> None:
+    """A disk a rank: temporary files lie on the disk they will stay on."""
+    shm = Path("/dev/shm")
+    if not shm.is_dir() or shm.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("no second file system at /dev/shm")
+    out, disk = tmp_path / "out", shm / f"kconvert-test-{os.getpid()}"
+    disk.mkdir()
+    out.mkdir()
+    (out / "rank-00001-of-00002").symlink_to(disk)
+    try:
+        convert(KIMI_MINI, out, tp=2)
+        convert(KIMI_MINI, tmp_path / "plain", tp=2)
+        name = "layer-00001.safetensors"
+        plain = tmp_path / "plain/rank-00001-of-00002" / name
+        assert (disk / name).read_bytes() == plain.read_bytes()
+        assert not list((disk / ".kconvert").iterdir())
+    finally:
+        subprocess.run(["rm", "-r", disk], check=True)
+
+
+def test_memory_stays_within_the_stated_bound(tmp_path: Path) -> None:
+    """True-size experts, few and many layers: the buffers are what `memory_bound` says."""
+    code = (
+        "import sys\n"
+        "from pathlib import Path\n"
+        "from kconvert.convert.bench import PeakMemory\n"
+        "from kconvert.convert.execute import memory_bound\n"
+        "from kconvert.convert.run import Options, prepare, run\n"
+        "options = Options(tp=8, workers=2, layers=[int(n) for n in sys.argv[3].split(',')])\n"
+        "prepared = prepare(sys.argv[1], sys.argv[2], options)\n"
+        "with PeakMemory() as memory: run(prepared)\n"
+        "print(memory.peak - memory.start, memory_bound(prepared.plan, 2))\n"
+    )
+    from kconvert.convert.synth import synth
+
+    synth(tmp_path / "source", "k2.6", layers=[1, 2, 3, 4], experts=4)
+    grown = []
+    for layers in ("1", "1,2,3,4"):
+        outcome = subprocess.run(
+            [sys.executable, "-c", code, tmp_path / "source", tmp_path / f"out{layers}", layers],
+            capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        used, bound = map(int, outcome.stdout.split())
+        grown.append(used)
+        assert bound == 2 * (24_772_632 + 3_096_576 + execute.CHUNK_BYTES)
+        assert used <= bound + 100_000_000  # numba's and the threads' own
+    assert grown[1] <= grown[0] + 20_000_000

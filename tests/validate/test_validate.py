@@ -1,0 +1,234 @@
+"""Validation: quiet where all is well, and naming file, tensor and expert where it is not."""
+
+import json
+import os
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from kit import KIMI_MINI, SHARD, change_json, copy_mini
+
+from kconvert.convert import convert
+from kconvert.layouts import blob
+from kconvert.layouts.header import read_header
+from kconvert.layouts.manifest import encode_manifest, read_manifest
+from kconvert.validate import validate
+
+RANK1 = "rank-00001-of-00002/layer-00001.safetensors"
+PREFIX = "language_model.model.layers.1.mlp.experts."
+
+
+@pytest.fixture(scope="module")
+def pristine(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("pristine") / "out"
+    convert(KIMI_MINI, out, tp=2)
+    return out
+
+
+@pytest.fixture
+def out(pristine: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(pristine, tmp_path / "out"))
+
+
+def flip(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 0x10
+    path.write_bytes(raw)
+
+
+def flip_tensor(out: Path, name: str, tensor: str, at: int) -> None:
+    flip(out / name, read_header(out / name).tensors[tensor].start + at)
+
+
+def forge(out: Path, name: str) -> None:
+    """Make headers and manifest agree with changed data, as a converter with a bug would."""
+    header, info = blob.read_blob(out / name)
+    raw = (out / name).read_bytes()
+    digests, experts = {}, {}
+    for tensor in header.tensors.values():
+        data = raw[tensor.start : tensor.start + tensor.nbytes]
+        digests[tensor.name] = blob.digest(data)
+        if tensor.name in info.expert_digests:
+            count = tensor.shape[0]
+            size = len(data) // count
+            parts = [blob.digest(data[i * size : (i + 1) * size]) for i in range(count)]
+            experts[tensor.name] = parts
+            digests[tensor.name] = blob.digest_of_experts(parts)
+    tensors = [
+        blob.BlobTensor(t.name, t.dtype, t.shape, t.start - header.data_start, t.nbytes)
+        for t in header.tensors.values()
+    ]
+    new = blob.encode_header(tensors, replace(info, digests=digests, expert_digests=experts))
+    assert len(new) == header.data_start
+    (out / name).write_bytes(new + raw[header.data_start :])
+    manifest = read_manifest(out)
+    files = {**manifest.files, name: replace(manifest.files[name], digest=blob.digest(new))}
+    (out / "kconvert.json").write_bytes(encode_manifest(replace(manifest, files=files)))
+
+
+def test_a_sound_output(pristine: Path) -> None:
+    alone = validate(pristine)
+    assert alone.ok and not alone.against_source
+    checked = validate(pristine, KIMI_MINI)
+    assert checked.ok and checked.complete and checked.against_source
+    assert (checked.files, checked.tensors) == (11, 76)
+    assert checked.experts == 2 * 2 * 8  # layers, ranks, experts
+    data = sum(e.bytes for e in read_manifest(pristine).files.values())
+    assert alone.bytes_read < data  # each byte of the blobs' data once, headers apart
+    shapes = 2 * 8 * 3 * 8  # weight_shape is in the source alone and not compared
+    assert checked.bytes_read == 2 * alone.bytes_read == 2 * (4_627_328 - shapes)
+
+
+def test_a_sample(pristine: Path) -> None:
+    checked = validate(pristine, KIMI_MINI, sample=3)
+    assert checked.ok and checked.experts == 2 * 2 * 3
+
+
+@pytest.mark.parametrize("with_source", [False, True])
+def test_changed_bytes(with_source: bool, out: Path) -> None:
+    tensor = f"{PREFIX}w2_weight_packed"
+    size = read_header(out / RANK1).tensors[tensor].nbytes // 8
+    flip_tensor(out, RANK1, tensor, 5 * size + 17)
+    result = validate(out, KIMI_MINI if with_source else None)
+    first, *others = result.findings
+    assert (first.file, first.tensor, first.expert) == (RANK1, tensor, 5)
+    assert "its bytes were changed: the digest disagrees" in str(first)
+    assert len(others) == with_source
+
+
+@pytest.mark.parametrize(
+    ("tensor", "what"),
+    [("w13_weight_packed", "1 codes differ"), ("w13_weight_scale", "1 scale (bits)s differ"),
+     ("w2_weight_packed", "1 codes differ"), ("w2_weight_scale", "1 scale (bits)s differ")],
+)  # fmt: skip
+def test_a_wrong_code_or_scale_under_right_digests(tensor: str, what: str, out: Path) -> None:
+    """Digests prove nothing about the conversion; the source does."""
+    name = PREFIX + tensor
+    size = read_header(out / RANK1).tensors[name].nbytes // 8
+    flip_tensor(out, RANK1, name, 6 * size + 9)
+    forge(out, RANK1)
+    assert validate(out).ok
+    (finding,) = validate(out, KIMI_MINI).findings
+    assert (finding.file, finding.tensor, finding.expert) == (RANK1, name, 6)
+    assert what in finding.text and "first at row" in finding.text
+    assert validate(out, KIMI_MINI, sample=2).ok  # experts 0 and 4
+
+
+def test_swapped_gate_and_up(out: Path) -> None:
+    """[up; gate] costs a model everything and no digest shows it."""
+    tensor = read_header(out / RANK1).tensors[f"{PREFIX}w13_weight_packed"]
+    raw = bytearray((out / RANK1).read_bytes())
+    line = 4 * tensor.shape[2]
+    for at in range(tensor.start, tensor.start + tensor.nbytes, line):
+        half = line // 2
+        raw[at : at + line] = raw[at + half : at + line] + raw[at : at + half]
+    (out / RANK1).write_bytes(raw)
+    forge(out, RANK1)
+    findings = validate(out, KIMI_MINI).findings
+    assert [f.expert for f in findings] == list(range(8))
+
+
+def test_a_changed_common_tensor(out: Path) -> None:
+    name = "language_model.model.layers.1.mlp.gate.e_score_correction_bias"
+    flip_tensor(out, "common/layer-00001.safetensors", name, 2)
+    (finding,) = validate(out).findings
+    assert finding.tensor == name
+    forge(out, "common/layer-00001.safetensors")
+    (finding,) = validate(out, KIMI_MINI).findings
+    assert (finding.tensor, finding.text) == (name, "its bytes are not the source's")
+
+
+def change_bytes(path: Path, old: bytes, new: bytes) -> None:
+    path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def edit_manifest(out: Path) -> None:
+    change_json(out / "kconvert.json", lambda table: table.update(tp=4))
+
+
+def no_header(out: Path) -> None:
+    (out / RANK1).write_bytes(b"\0" * (out / RANK1).stat().st_size)
+
+
+def other_header(out: Path) -> None:
+    flip(out / RANK1, (out / RANK1).read_bytes().index(b"fingerprint") + 40)
+
+
+def swapped_ranks(out: Path) -> None:
+    zero = out / RANK1.replace("00001-of", "00000-of")
+    one, swap = out / RANK1, out / "swap"
+    zero.rename(swap)
+    one.rename(zero)
+    swap.rename(one)
+
+
+STRUCTURE: dict[str, tuple[Callable[[Path], object], str, str]] = {
+    "missing blob": (lambda o: (o / RANK1).unlink(), RANK1, "is missing"),
+    "truncated blob": (lambda o: os.truncate(o / RANK1, 9999), RANK1, "has 9,999 bytes"),
+    "blob of zeros": (no_header, RANK1, "header"),
+    "changed header": (other_header, RANK1, "header"),
+    "swapped ranks": (swapped_ranks, RANK1, "rank-00000-of-00002"),
+    "changed small file": (
+        lambda o: change_bytes(o / "config.json", b"yarn", b"YARN"),
+        "config.json", "was changed",
+    ),
+    "missing small file": (
+        lambda o: (o / "generation_config.json").unlink(), "generation_config.json", "is missing",
+    ),
+    "stray blob": (
+        lambda o: shutil.copy(o / RANK1, o / "common/layer-00007.safetensors"),
+        "common/layer-00007.safetensors", "is not in kconvert.json",
+    ),
+    "checkpoint at the root": (
+        lambda o: shutil.copy(KIMI_MINI / SHARD, o / SHARD), SHARD, "is not in kconvert.json",
+    ),
+    "index at the root": (
+        lambda o: (o / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json", "other engines",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STRUCTURE)
+def test_structure(name: str, out: Path) -> None:
+    change, file, text = STRUCTURE[name]
+    change(out)
+    findings = validate(out).findings
+    assert any(f.file == file and text in f.text for f in findings), findings
+
+
+def test_another_source(out: Path, tmp_path: Path) -> None:
+    other = copy_mini(tmp_path / "other")
+    flip(other / SHARD, (other / SHARD).stat().st_size - 1)
+    (finding,) = validate(out, other).findings
+    assert finding.file == "common/layer-00001.safetensors"
+    (other / "generation_config.json").write_text("{}")
+    assert "is not the source's" in str(validate(out, other).findings[0])
+
+
+def test_exit_codes_and_sentences(out: Path, tmp_path: Path, kconvert) -> None:
+    good = kconvert("validate", out, "--source", KIMI_MINI)
+    assert good.code == 0 and "every code and scale is the source's" in good.out
+    flip_tensor(out, RANK1, f"{PREFIX}w13_weight_packed", 3)
+    bad = kconvert("validate", out, "--source", KIMI_MINI)
+    assert bad.code == 1
+    assert f"{RANK1}, tensor {PREFIX}w13_weight_packed, expert 0: " in bad.out
+    table = json.loads(kconvert("validate", out, "--json").out)
+    assert table["ok"] is False and table["findings"][0]["expert"] == 0
+    edit_manifest(out)
+    changed = kconvert("validate", out)
+    assert changed.code == 2 and "kconvert.json was changed" in changed.err
+    (out / "kconvert.json").unlink()
+    unfinished = kconvert("validate", out)
+    assert unfinished.code == 2 and "has no kconvert.json" in unfinished.err
+    assert kconvert("validate", tmp_path / "nowhere").code == 2
+
+
+def test_source_without_a_layer_that_the_output_has(out: Path, tmp_path: Path, kconvert) -> None:
+    part = copy_mini(tmp_path / "part")
+    (part / SHARD).unlink()
+    outcome = kconvert("validate", out, "--source", part)
+    assert outcome.code == 2
+    assert f"the source has no layer-00001 ({SHARD})" in outcome.err
