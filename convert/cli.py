@@ -56,7 +56,7 @@ Layers = Annotated[str | None, typer.Option(help="Only these layers: 0-3,60.")]
 def main() -> None:
     """The console script."""
     signal.signal(signal.SIGTERM, _interrupt)
-    app()
+    app(prog_name="kconvert")
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -107,14 +107,15 @@ def convert(
 ) -> None:
     """Compile a checkpoint into one folder of blobs a GPU."""
     from kconvert.convert import text
-    from kconvert.convert.run import Options, prepare, refuse_conflicts, run
+    from kconvert.convert.output import refuse_conflicts
+    from kconvert.convert.run import Options, prepare, run
 
     options = Options(
         layout, tp, ep, _numbers("--layers", layers), _numbers("--ranks", ranks),
         text_only, overwrite, workers,
     )  # fmt: skip
     prepared = prepare(source, output, options)
-    refuse_conflicts(prepared)
+    refuse_conflicts(prepared.found, overwrite)
     if dry_run:
         _print(text.plan_table(prepared), as_json, text.plan_text, quiet)
         return

@@ -4,9 +4,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from kconvert.convert.text import groups_text
 from kconvert.layouts.checkpoint import read_checkpoint, text_config
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, read_manifest
-from kconvert.layouts.model import ranges, read_model
+from kconvert.layouts.model import read_model
 
 
 def inspect(path: Path) -> dict[str, Any]:
@@ -62,16 +63,9 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "tensors": len(checkpoint.tensors) + len(checkpoint.absent),
         "bytes": sum(shard.size for shard in checkpoint.shards.values()),
         "shards": f"{len(checkpoint.shards)} of {len(checkpoint.shards) + len(absent)} are here",
-        "groups_here": _groups_here(model.groups),
+        "groups_here": groups_text(n for n, group in model.groups.items() if not group.absent),
         "dtypes": dtypes,
         "missing_shards": absent,
         "small_files": ", ".join(checkpoint.small_files),
         "ignored": list(checkpoint.ignored),
     }
-
-
-def _groups_here(groups: dict[str, Any]) -> str:
-    here = [name for name, group in groups.items() if not group.absent]
-    layers = ranges(int(name[-5:]) for name in here if name.startswith("layer-"))
-    others = [name for name in here if not name.startswith("layer-")]
-    return ", ".join([f"layers {layers}", *others])

@@ -26,40 +26,52 @@ _LOG_NAME = "runs.jsonl"
 _PARTIAL = ".partial"
 
 
+class Conflict(NamedTuple):
+    """A file that this run must not touch. `ours`: --overwrite may replace or remove it."""
+
+    path: Path
+    text: str
+    ours: bool
+
+
 class Found(NamedTuple):
     """What an output already holds, against a plan."""
 
     published: frozenset[str]  # paths of planned files that are there, whole, of this content
-    conflicts: tuple[str, ...]  # sentences: files that this run must not touch
-    in_the_way: tuple[Path, ...]  # those files
+    conflicts: tuple[Conflict, ...]
 
 
 def look(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Found:
     """Compare the folder `output` (which need not exist) with `plan` and the small files."""
     published: set[str] = set()
-    conflicts: list[str] = []
-    in_the_way: list[Path] = []
-
-    def conflict(path: Path, text: str) -> None:
-        conflicts.append(f"{path} {text}")
-        in_the_way.append(path)
-
+    conflicts: list[Conflict] = []
     planned = {file.path: file for file in (*plan.files, *plan.others)}
     for path in blob_paths(output):
         name = path.relative_to(output).as_posix()
-        problem = _problem(path, planned.get(name), name in plan.expected, plan)
-        if problem:
-            conflict(path, problem)
+        conflict = _compare(path, planned.get(name), name in plan.expected, plan)
+        if conflict is not None:
+            conflicts.append(conflict)
         elif name in planned:
             published.add(name)
     for name, content in small_files.items():
         path = output / name
         if path.exists() and not (path.is_file() and path.read_bytes() == content):
-            conflict(path, "differs from the source's")
+            conflicts.append(Conflict(path, "differs from the source's", path.is_file()))
     for path in [*output.glob("*.safetensors"), output / INDEX_NAME]:
         if path.exists():
-            conflict(path, "is part of another checkpoint")
-    return Found(frozenset(published), tuple(conflicts), tuple(in_the_way))
+            conflicts.append(Conflict(path, "is part of another checkpoint", False))
+    return Found(frozenset(published), tuple(conflicts))
+
+
+def refuse_conflicts(found: Found, overwrite: bool) -> None:
+    """Raise OutputError where the output holds what this run must not touch."""
+    foreign = [conflict for conflict in found.conflicts if not conflict.ours]
+    conflicts = foreign if overwrite else [*foreign, *found.conflicts]
+    if conflicts:
+        first, count = conflicts[0], len(set(conflicts))
+        more = f" (and {count - 1} more)" if count > 1 else ""
+        advice = ", or replace what is there with --overwrite" if first.ours else ""
+        raise OutputError(f"{first.path} {first.text}{more}: choose another output{advice}.")
 
 
 def blob_paths(output: Path) -> list[Path]:
@@ -68,23 +80,27 @@ def blob_paths(output: Path) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
 
 
-def _problem(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -> str | None:
+def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -> Conflict | None:
     """Why the blob at `path` is not one of this output, or None."""
     try:
         _, info = read_blob(path)
-    except (CheckpointError, OutputError) as error:
-        return f"is in the way: {error}"
+    except OutputError:
+        return Conflict(path, "was not written by this version of kconvert", False)
+    except CheckpointError as error:
+        return Conflict(path, f"is damaged ({str(error).rstrip('.')})", file is not None)
     target = plan.target
     wanted = (target.layout.NAME, *target.parallelism)
     if (info.layout, info.tp, info.ep) != wanted:
-        return (
+        text = (
             f"is for {info.layout} tp {info.tp} ep {info.ep}, this run is for"
             f" {wanted[0]} tp {wanted[1]} ep {wanted[2]}"
         )
+        return Conflict(path, text, True)
     if file is not None and info.fingerprint != file.info.fingerprint:
-        return "was made from other weights than this source's (its fingerprint differs)"
-    if not expected or (info.repo, info.commit) != (target.repo, target.commit):
-        return "is not a file of this conversion"
+        text = "was made from other weights than this source's (its fingerprint differs)"
+        return Conflict(path, text, True)
+    if (file is None and not expected) or (info.repo, info.commit) != (target.repo, target.commit):
+        return Conflict(path, "is not a file of this conversion", True)
     return None
 
 
@@ -179,13 +195,14 @@ def staging_path(output: Path, name: str) -> Path:
 
 
 def publish(staged: Path, final: Path) -> None:
-    """Give a written and synced file its final name, durably."""
+    """Give a written and synced file its final name, durably: its folder may be new as well."""
     os.rename(staged, final)
-    fd = os.open(final.parent, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    for folder in (final.parent, final.parent.parent):
+        fd = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def write_file(output: Path, name: str, content: bytes) -> None:
@@ -204,7 +221,7 @@ def write_file(output: Path, name: str, content: bytes) -> None:
 def entries(output: Path, plan: Plan, small_files: dict[str, bytes]) -> dict[str, FileEntry]:
     """What the manifest says of every published file: read from what lies on disk."""
     table = {name: FileEntry(len(data), digest(data)) for name, data in small_files.items()}
-    for name in plan.expected:
+    for name in {*plan.expected, *(file.path for file in plan.others)}:
         path = output / name
         if path.exists():
             header, info = read_blob(path)

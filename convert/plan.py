@@ -12,7 +12,7 @@ from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo, BlobTensor
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
-from kconvert.layouts.model import OUTER, VISION, Group, Model, layer_name, ranges
+from kconvert.layouts.model import VISION, Group, Model, layer_name, layer_numbers, ranges
 from kconvert.layouts.registry import Layout
 from kconvert.layouts.sharding import (
     ModelDims,
@@ -84,11 +84,10 @@ class Plan:
 
     target: Target
     dims: ModelDims
-    text_only: bool
     jobs: tuple[Job, ...]
     others: tuple[PlannedFile, ...]
     expected: tuple[str, ...]
-    left_out: tuple[str, ...]  # sentences on groups that are not converted
+    left_out: tuple[str, ...]  # names of the groups that are not converted
 
     @property
     def files(self) -> tuple[PlannedFile, ...]:
@@ -128,28 +127,27 @@ def make_plan(
     wanted_ranks = range(parallelism.tp) if ranks is None else ranks
     jobs, others, expected, left_out = [], [], [], []
     for group in model.groups.values():
-        if group.name == VISION and text_only:
-            left_out.append("vision is left out (--text-only)")
-            continue
-        expected += _paths(group, model.dims, parallelism)
-        if group.name not in chosen:
-            left_out.append(f"{group.name} is left out (--layers)")
-        elif group.absent:
-            raise _missing(model, group)
+        unwanted = text_only and group.name == VISION
+        skipped = unwanted or group.name not in chosen
+        if skipped:
+            left_out.append(group.name)
         if group.absent:
+            if not skipped:
+                raise _missing(model, group)
+            expected += _paths_of_absent(group, model.dims, parallelism)
             continue
         files = _files(group, model.dims, target, contents)
+        if not unwanted:
+            expected += [file.path for file in files]
         now = [
             file
             for file in files
-            if group.name in chosen and (file.held is None or file.info.rank in wanted_ranks)
+            if not skipped and (file.held is None or file.info.rank in wanted_ranks)
         ]
         others += [file for file in files if file not in now]
         if now:
             jobs.append(Job(group, tuple(now)))
-    plan = Plan(
-        target, model.dims, text_only, tuple(jobs), tuple(others), tuple(expected), tuple(left_out)
-    )
+    plan = Plan(target, model.dims, tuple(jobs), tuple(others), tuple(expected), tuple(left_out))
     check_accounts(plan)
     return plan
 
@@ -264,10 +262,10 @@ def _file(
     return PlannedFile(path, placed, info, held, header_bytes, header_bytes + data_bytes)
 
 
-def _paths(group: Group, dims: ModelDims, parallelism: Parallelism) -> list[str]:
-    """The paths of a group's files, also of one whose shards are absent."""
+def _paths_of_absent(group: Group, dims: ModelDims, parallelism: Parallelism) -> list[str]:
+    """The paths that the files of a group would have whose shards are not here."""
     paths = [f"{blob.COMMON_FOLDER}/{group.name}.safetensors"]
-    if group.name not in (OUTER, VISION) and int(group.name[-5:]) >= dims.first_moe:
+    if any(layer >= dims.first_moe for layer in layer_numbers([group.name])):
         tp = parallelism.tp
         paths += [f"{blob.rank_folder(r, tp)}/{group.name}.safetensors" for r in range(tp)]
     return paths
@@ -283,10 +281,9 @@ def _check_selection(option: str, numbers: Collection[int] | None, known: range)
 
 def _missing(model: Model, group: Group) -> CheckpointError:
     here = [name for name, one in model.groups.items() if not one.absent]
-    layers = ranges(int(name[-5:]) for name in here if name.startswith("layer-"))
     lacking = sorted({shard for one in model.groups.values() for shard in one.absent})
     more = f" ({len(lacking)} shards are)" if len(lacking) > 1 else ""
     return CheckpointError(
         f"{group.name} needs {group.absent[0]}, which is missing{more}: download the rest, or"
-        f" convert what is here with --layers {layers}."
+        f" convert what is here with --layers {ranges(layer_numbers(here))}."
     )

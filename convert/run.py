@@ -12,9 +12,9 @@ from kconvert.convert import output as out
 from kconvert.convert.execute import execute
 from kconvert.convert.plan import Plan, Target, make_plan
 from kconvert.convert.source import LocalSource, open_source
-from kconvert.layouts.errors import OutputError
+from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, encode_manifest
-from kconvert.layouts.model import read_model
+from kconvert.layouts.model import VISION, read_model
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism
 
@@ -111,17 +111,6 @@ def _without_collection() -> Iterator[None]:
         gc.enable()
 
 
-def refuse_conflicts(prepared: Prepared) -> None:
-    """Raise OutputError where the output holds what this run must not touch."""
-    conflicts = prepared.found.conflicts
-    if conflicts and not prepared.options.overwrite:
-        others = f" (and {len(conflicts) - 1} more)" if len(conflicts) > 1 else ""
-        raise OutputError(
-            f"{conflicts[0].rstrip('.')}{others}: choose another output, or replace what is there"
-            " with --overwrite."
-        )
-
-
 def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) -> Conversion:
     """Carry out a prepared conversion; `progress` is told the bytes written, as they are.
 
@@ -133,9 +122,9 @@ def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) ->
         # Another run may have published files, or ended, since this one looked.
         found = out.look(output, prepared.plan, prepared.small_files)
         prepared = replace(prepared, found=found)
-        refuse_conflicts(prepared)
+        out.refuse_conflicts(found, options.overwrite)
         out.check_space(output, prepared.sizes)
-        if found.in_the_way:
+        if found.conflicts:
             (output / MANIFEST_NAME).unlink(missing_ok=True)
         rest = prepared.rest
         workers = options.workers or min(MAX_WORKERS, len(os.sched_getaffinity(0)) + 1)
@@ -145,7 +134,7 @@ def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) ->
         written = {output / name for name in prepared.sizes} | {
             output / name for name in prepared.small_files
         }
-        out.remove(output, set(found.in_the_way) - written)
+        out.remove(output, {conflict.path for conflict in found.conflicts} - written)
         manifest = _manifest(prepared)
         out.write_file(output, MANIFEST_NAME, encode_manifest(manifest))
     return Conversion(
@@ -168,7 +157,7 @@ def _manifest(prepared: Prepared) -> Manifest:
         tp=plan.target.parallelism.tp,
         ep=plan.target.parallelism.ep,
         complete=files.keys() >= set(plan.expected),
-        text_only=plan.text_only,
+        text_only=f"{COMMON_FOLDER}/{VISION}.safetensors" not in files,
         repo=plan.target.repo,
         commit=plan.target.commit,
         files=files,

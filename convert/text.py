@@ -1,6 +1,9 @@
 """What the commands say: results as tables for --json, and the same tables as text."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
+
+from kconvert.layouts.model import layer_numbers, ranges
 
 if TYPE_CHECKING:
     from kconvert.convert.run import Conversion, Prepared
@@ -12,6 +15,14 @@ def size(count: int) -> str:
     if count < 10_000_000:
         return f"{count:,} B"
     return f"{count:,} B ({count / 1e9:.2f} GB, {count / 2**30:.2f} GiB)"
+
+
+def groups_text(names: Iterable[str]) -> str:
+    """Names of groups for a person: layers 0-3,60, outer, vision."""
+    names = list(names)
+    layers = layer_numbers(names)
+    others = [name for name in names if not name.startswith("layer-")]
+    return ", ".join([f"layers {ranges(layers)}"] * bool(layers) + others)
 
 
 def plan_table(prepared: "Prepared") -> dict[str, Any]:
@@ -79,9 +90,10 @@ def conversion_text(table: dict[str, Any]) -> str:
 
 
 def _notes(table: dict[str, Any]) -> list[str]:
-    left_out = table["left_out"]
-    shown = left_out if len(left_out) <= 3 else [*left_out[:2], f"and {len(left_out) - 2} more"]
-    return [*(f"ignored: {text}" for text in table["ignored"]), *(f"note: {t}" for t in shown)]
+    notes = [f"ignored: {text}" for text in table["ignored"]]
+    if table["left_out"]:
+        notes.append(f"left out: {groups_text(table['left_out'])}")
+    return notes
 
 
 def validation_table(result: "Validation") -> dict[str, Any]:

@@ -49,6 +49,11 @@ def layer_name(layer: int) -> str:
     return f"layer-{layer:05}"
 
 
+def layer_numbers(names: Iterable[str]) -> list[int]:
+    """The layers among some groups' names."""
+    return sorted(int(name[-5:]) for name in names if name.startswith("layer-"))
+
+
 def read_model(checkpoint: Checkpoint) -> Model:
     """Sort and check every tensor of `checkpoint`.
 
@@ -79,7 +84,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     for group in [*map(layer_name, sorted(layers)), OUTER, VISION]:
         if group not in whole and group not in experts:
             continue
-        is_moe = group not in (OUTER, VISION) and int(group[-5:]) >= dims.first_moe
+        is_moe = any(layer >= dims.first_moe for layer in layer_numbers([group]))
         _check_experts(group, experts.get(group, {}), dims.experts if is_moe else 0)
         if absent[group]:
             groups[group] = Group(group, (), absent=tuple(sorted(absent[group])))

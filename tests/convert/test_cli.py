@@ -23,7 +23,7 @@ def test_convert_says_what_it_did(tmp_path: Path, kconvert) -> None:
 def test_part_says_how_to_finish(tmp_path: Path, kconvert) -> None:
     outcome = kconvert("convert", KIMI_MINI, tmp_path / "out", "--layers", "0-1", "--tp", 2)
     assert "not complete yet" in outcome.out
-    assert "layer-00002 is left out (--layers)" in outcome.out
+    assert "left out: layers 2, outer, vision" in outcome.out
 
 
 def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, kconvert) -> None:

@@ -16,6 +16,7 @@ from kconvert.convert.run import Options, prepare, run
 from kconvert.convert.writer import BlobWriter
 from kconvert.layouts.checkpoint import read_checkpoint
 from kconvert.layouts.errors import CheckpointError, KconvertError
+from kconvert.validate import validate
 
 
 def test_every_source_byte_is_read_once(tmp_path: Path, monkeypatch) -> None:
@@ -161,11 +162,29 @@ def test_overwrite_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
     assert {p.name for p in out.glob("rank-*")} == {"rank-00000-of-00002", "rank-00001-of-00002"}
 
 
+def test_overwrite_does_not_touch_what_is_not_ours(tmp_path: Path, kconvert) -> None:
+    """A checkpoint in the output folder, or somebody else's blob, is not ours to delete."""
+    out = copy_mini(tmp_path / "out")
+    (out / "common").mkdir()
+    (out / "model-00002-of-000006.safetensors").rename(out / "common/layer-00001.safetensors")
+    before = tree(out)
+    outcome = kconvert("convert", KIMI_MINI, out, "--overwrite")
+    assert outcome.code == 2
+    assert "was not written by this version of kconvert (and 6 more): choose another" in outcome.err
+    assert "--overwrite" not in outcome.err
+    assert tree(out) == before
+
+
 def test_text_only_leaves_vision_out(tmp_path: Path) -> None:
     result = convert(KIMI_MINI, tmp_path / "out", tp=2, text_only=True)
     assert result.complete
-    assert result.left_out == ("vision is left out (--text-only)",)
+    assert result.left_out == ("vision",)
     assert not (tmp_path / "out/common/vision.safetensors").exists()
+    assert json.loads((tmp_path / "out/kconvert.json").read_text())["text_only"] is True
+    assert convert(KIMI_MINI, tmp_path / "out", tp=2).files_written == 1
+    assert convert(KIMI_MINI, tmp_path / "out", tp=2, text_only=True).files_kept == 8
+    assert json.loads((tmp_path / "out/kconvert.json").read_text())["text_only"] is False
+    assert validate(tmp_path / "out", KIMI_MINI).ok
 
 
 def test_rank_folder_on_another_disk(tmp_path: Path) -> None:
