@@ -49,7 +49,7 @@ app.add_typer(bench, name="bench")
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
-Workers = Annotated[int | None, typer.Option(min=1, help="Threads; one a core, and one more.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if not given.")]
 Layers = Annotated[str | None, typer.Option(help="Only these layers: 0-3,60.")]
 
 
