@@ -155,7 +155,9 @@ def bench_convert_text(table: dict[str, Any]) -> str:
             f"source               {size(table['source_bytes'])}",
             f"convert              {table['convert_seconds']:.2f} s",
             f"copy and sync        {table['copy_seconds']:.2f} s",
-            f"convert / copy       {table['ratio_to_copy']:.2f}",
+            f"the same, O_DIRECT   {table['direct_copy_seconds']:.2f} s",
+            f"convert / copy       {table['ratio_to_copy']:.2f}"
+            f" ({table['ratio_to_direct_copy']:.2f} with O_DIRECT)",
             f"core-seconds per GB  {table['core_seconds_per_gb']:.2f}",
             f"peak private memory  {size(table['peak_private_bytes'])}",
         ]
