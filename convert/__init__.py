@@ -1,18 +1,32 @@
 """The compiler: from a quantised checkpoint to one folder of blobs a GPU."""
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kconvert.convert.run import Conversion
 
 
-def convert(source: str | Path, output: str | Path, **options: Any) -> "Conversion":
+def convert(
+    source: str | Path,
+    output: str | Path,
+    *,
+    layout: str = "marlin",
+    tp: int = 1,
+    ep: int = 1,
+    layers: Collection[int] | None = None,
+    ranks: Collection[int] | None = None,
+    text_only: bool = False,
+    overwrite: bool = False,
+    workers: int | None = None,
+) -> "Conversion":
     """Convert the checkpoint in `source` into `output`, resuming what is there.
 
-    Options are those of `kconvert.convert.run.Options`: layout="marlin"|"w4a16", tp, ep, layers,
-    ranks, text_only, overwrite, workers. Raises a `kconvert.layouts.errors.KconvertError`.
+    The options are the command line's. Raises a `kconvert.layouts.errors.KconvertError`, or
+    OSError as the system gives it.
     """
     from kconvert.convert.run import Options, prepare, run  # numba is not for `--help`
 
-    return run(prepare(source, output, Options(**options)))
+    options = Options(layout, tp, ep, layers, ranks, text_only, overwrite, workers)
+    return run(prepare(source, output, options))

@@ -10,6 +10,9 @@ import platform
 import resource
 import shutil
 import statistics
+import subprocess
+import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -141,13 +144,16 @@ def bench_convert(folder: Path, pairs: int = 5) -> dict[str, Any]:
     """Converting one true-size K2.6 MoE layer (tp 8, marlin) against copying its shard with sync:
     as `cp` does, and past the page cache as the converter writes, which is the disk's own limit.
 
-    Works in the folder `folder`, which needs 30 GB for the while; `source` there is made if it
-    does not exist and is kept. Peak private memory is of this process, which is the only one.
+    Works in a new folder under `folder`, which needs 20 GB for the while and is deleted. Peak
+    private memory is of this process, which is the only one.
     """
-    source, output, copied = folder / "source", folder / "output", folder / "copy"
-    if not source.exists():
-        synth(source, "k2.6", layers=[1])
-    shard = next(source.glob("*.safetensors"))
+    with tempfile.TemporaryDirectory(prefix="kconvert-bench-", dir=folder) as work:
+        return _bench_convert(Path(work), pairs)
+
+
+def _bench_convert(work: Path, pairs: int) -> dict[str, Any]:
+    source, output, copied = work / "source", work / "output", work / "copy"
+    (shard,) = synth(source, "k2.6", layers=[1])
     size = shard.stat().st_size
     options = Options(tp=8, layers=[1])
     rows, peak = [], 0
@@ -181,6 +187,36 @@ def bench_convert(folder: Path, pairs: int = 5) -> dict[str, Any]:
             dict(zip(("convert", "copy", "direct_copy"), row[:3], strict=True)) for row in rows
         ],
     }
+
+
+def bench_plan(runs: int = 5) -> dict[str, Any]:
+    """Planning all of K2.6 (`convert --dry-run`, tp 8) and `--help`, each as a whole process."""
+    with tempfile.TemporaryDirectory(prefix="kconvert-bench-") as work:
+        source = Path(work) / "source"
+        synth(source, "k2.6", sparse=True)
+        plan = ["convert", str(source), f"{work}/out", "--tp", "8", "--dry-run", "--quiet"]
+        plans = [_process(plan) for _ in range(runs)]
+        helps = [_process(["--help"]) for _ in range(runs)]
+    return {
+        "bench": "plan",
+        "machine": machine(),
+        "pairs": runs,
+        "plan_seconds": statistics.median(seconds for seconds, _ in plans),
+        "plan_peak_bytes": max(peak for _, peak in plans),
+        "help_seconds": statistics.median(seconds for seconds, _ in helps),
+    }
+
+
+def _process(arguments: list[str]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a kconvert command, its start included."""
+    code = "from kconvert.convert import cli; cli.main()"
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    if status:
+        raise RuntimeError(f"kconvert {arguments[0]} ended with status {status}")
+    return seconds, 1024 * usage.ru_maxrss
 
 
 class PeakMemory:

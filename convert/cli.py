@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import io
 import json
 import shlex
 import signal
@@ -28,6 +29,7 @@ EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
 _ADVICE = {
     errno.ENOSPC: "free some space and run the same command again: it resumes",
     errno.EDQUOT: "your quota is used up; free some space and run the same command again",
+    errno.EEXIST: "something stands where a new file or folder is needed; choose another path",
     errno.EACCES: "check the permissions, or choose another folder",
     errno.EPERM: "check the permissions, or choose another folder",
     errno.EROFS: "choose a folder that can be written",
@@ -47,6 +49,18 @@ app = typer.Typer(
 bench = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
 app.add_typer(bench, name="bench")
 
+
+def _folder(text: str) -> Path:
+    """A path; not the current folder where an unset variable left nothing."""
+    if not text:
+        raise typer.BadParameter("it is empty")
+    return Path(text)
+
+
+def _argument(text: str) -> Any:
+    return typer.Argument(parser=_folder, metavar="FOLDER", help=text)
+
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if not given.")]
@@ -56,6 +70,9 @@ Layers = Annotated[str | None, typer.Option(help="Only these layers: 0-3,60.")]
 def main() -> None:
     """The console script."""
     signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may lack a character
     app(prog_name="kconvert")
 
 
@@ -80,7 +97,8 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
 
 def _sentence(error: BaseException) -> str:
     if isinstance(error, KeyboardInterrupt):
-        return f"interrupted; to resume: {shlex.join(['kconvert', *sys.argv[1:]])}"
+        resume = f"; to resume: {shlex.join(['kconvert', *sys.argv[1:]])}"
+        return "interrupted" + (resume if sys.argv[1:2] == ["convert"] else "")
     if isinstance(error, OSError) and not isinstance(error, KconvertError):
         where = f"{error.filename}: " if error.filename else ""
         advice = _ADVICE.get(error.errno or 0)
@@ -91,8 +109,10 @@ def _sentence(error: BaseException) -> str:
 @app.command()
 @explained
 def convert(
-    source: Annotated[Path, typer.Argument(help="The folder of a checkpoint.")],
-    output: Annotated[Path, typer.Argument(help="The folder to write; resumed if it exists.")],
+    source: Annotated[Path, typer.Argument(parser=_folder, help="The folder of a checkpoint.")],
+    output: Annotated[
+        Path, typer.Argument(parser=_folder, help="The folder to write; resumed if it is there.")
+    ],
     layout: Annotated[str, typer.Option(help="marlin or w4a16.")] = "marlin",
     tp: Annotated[int, typer.Option(help="World size: ranks, one a GPU.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallelism; divides tp.")] = 1,
@@ -107,7 +127,6 @@ def convert(
 ) -> None:
     """Compile a checkpoint into one folder of blobs a GPU."""
     from kconvert.convert import text
-    from kconvert.convert.output import refuse_conflicts
     from kconvert.convert.run import Options, prepare, run
 
     options = Options(
@@ -115,7 +134,6 @@ def convert(
         text_only, overwrite, workers,
     )  # fmt: skip
     prepared = prepare(source, output, options)
-    refuse_conflicts(prepared.found, overwrite)
     if dry_run:
         _print(text.plan_table(prepared), as_json, text.plan_text, quiet)
         return
@@ -129,8 +147,10 @@ def convert(
 @app.command()
 @explained
 def validate(
-    output: Annotated[Path, typer.Argument(help="A converted folder.")],
-    source: Annotated[Path | None, typer.Option(help="The checkpoint it was made from.")] = None,
+    output: Annotated[Path, typer.Argument(parser=_folder, help="A converted folder.")],
+    source: Annotated[
+        Path | None, typer.Option(parser=_folder, help="The checkpoint it was made from.")
+    ] = None,
     sample: Annotated[
         int | None, typer.Option(min=1, help="Only so many experts a layer; all if not given.")
     ] = None,
@@ -155,7 +175,9 @@ def validate(
 @app.command()
 @explained
 def inspect(
-    path: Annotated[Path, typer.Argument(help="A checkpoint or a converted folder.")],
+    path: Annotated[
+        Path, typer.Argument(parser=_folder, help="A checkpoint or a converted folder.")
+    ],
     as_json: Json = False,
 ) -> None:
     """List what a checkpoint or a converted folder holds."""
@@ -168,7 +190,7 @@ def inspect(
 @app.command()
 @explained
 def synth(
-    output: Annotated[Path, typer.Argument(help="An empty or new folder.")],
+    output: Annotated[Path, _argument("An empty or new folder.")],
     preset: Annotated[str, typer.Option(help="k2.6 or kimi-mini.")] = "k2.6",
     layers: Layers = None,
     experts: Annotated[int | None, typer.Option(help="Routed experts a layer.")] = None,
@@ -202,10 +224,22 @@ def bench_repack(as_json: Json = False) -> None:
     _print(measure(), as_json, text.bench_repack_text, quiet=False)
 
 
+@bench.command("plan")
+@explained
+def bench_plan(as_json: Json = False) -> None:
+    """Planning all of K2.6, and --help, as whole processes."""
+    from kconvert.convert import text
+    from kconvert.convert.bench import bench_plan as measure
+
+    _print(measure(), as_json, text.bench_plan_text, quiet=False)
+
+
 @bench.command("convert")
 @explained
 def bench_convert(
-    folder: Annotated[Path, typer.Argument(help="A folder to work in; takes 30 GB for a while.")],
+    folder: Annotated[
+        Path, typer.Argument(parser=_folder, help="Where to work; takes 20 GB for a while.")
+    ],
     pairs: Annotated[int, typer.Option(min=1, help="Conversions and copies, in turn.")] = 5,
     as_json: Json = False,
 ) -> None:

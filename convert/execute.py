@@ -10,11 +10,11 @@ beside the plan and the interpreter, whatever the number of layers (`memory_boun
 interpreter.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +33,13 @@ _SCALE_BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 Progress = Callable[[int], None]  # told the bytes that were just written
 
 
+class Source(Protocol):
+    """What is needed of a source: its files, and that they stay the same (`source.py`)."""
+
+    def path(self, name: str) -> Path: ...
+    def check_unchanged(self, shards: Iterable[str]) -> None: ...
+
+
 def memory_bound(plan: Plan, workers: int) -> int:
     """Upper bound in bytes of the buffers that `execute` holds."""
     expert = piece = 0
@@ -49,17 +56,17 @@ def memory_bound(plan: Plan, workers: int) -> int:
 
 def execute(
     plan: Plan,
-    path_of: Callable[[str], Path],
+    source: Source,
     output: Path,
     workers: int,
     progress: Progress = lambda _: None,
 ) -> int:
     """Write and publish every file of `plan` under `output`; returns the bytes read.
 
-    `path_of` finds a shard. Raises CheckpointError for a fault in the source's data, OSError as
+    Raises CheckpointError for a fault in the source's data, OSError as
     the system gives it; unpublished files are gone then, published ones stay.
     """
-    reader = Reader(path_of)
+    reader = Reader(source.path)
     packer = _Packer(plan, reader, progress)
     pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
     publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
@@ -76,6 +83,7 @@ def execute(
                     f"{job.group.name}: {reader.bytes_read - before:,} bytes were read,"
                     f" {job.source_bytes:,} planned; this is a bug."
                 )
+            source.check_unchanged({tensor.shard for tensor in job.source_tensors})
             # Syncing a layer overlaps with converting the next, never with more than one.
             if syncing is not None:
                 syncing.result()

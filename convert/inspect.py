@@ -4,10 +4,9 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kconvert.convert.text import groups_text
 from kconvert.layouts.checkpoint import read_checkpoint, text_config
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, read_manifest
-from kconvert.layouts.model import read_model
+from kconvert.layouts.model import groups_text, read_model
 
 
 def inspect(path: Path) -> dict[str, Any]:

@@ -1,29 +1,16 @@
-"""The output folder: what is published in it, what is in the way, and how a file gets there.
+"""What an output folder holds, judged against a plan: what is published, what is in the way."""
 
-A file is written under a temporary name in OUT/.kconvert, its header last, then synced, renamed
-and its folder synced. What has a final name is therefore whole.
-"""
-
-import contextlib
-import json
 import os
-import shutil
-import socket
-import sys
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from kconvert.convert.owner import owned
 from kconvert.convert.plan import Plan, PlannedFile
 from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import CheckpointError, OutputError, UnavailableError
-from kconvert.layouts.manifest import WORK_FOLDER, FileEntry
-
-_LOG_NAME = "runs.jsonl"
-_PARTIAL = ".partial"
+from kconvert.layouts.errors import CheckpointError, OutputError
+from kconvert.layouts.manifest import MANIFEST_NAME, FileEntry
+from kconvert.layouts.model import layer_numbers, ranges
 
 
 class Conflict(NamedTuple):
@@ -38,12 +25,17 @@ class Found(NamedTuple):
     """What an output already holds, against a plan."""
 
     published: frozenset[str]  # paths of planned files that are there, whole, of this content
+    trusted: frozenset[str]  # of files whose shards are not here, so that nothing more is known
     conflicts: tuple[Conflict, ...]
+
+
+NOTHING = Found(frozenset(), frozenset(), ())
 
 
 def look(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Found:
     """Compare the folder `output` (which need not exist) with `plan` and the small files."""
     published: set[str] = set()
+    trusted: set[str] = set()
     conflicts: list[Conflict] = []
     planned = {file.path: file for file in (*plan.files, *plan.others)}
     for path in blob_paths(output):
@@ -51,8 +43,8 @@ def look(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Found:
         conflict = _compare(path, planned.get(name), name in plan.expected, plan)
         if conflict is not None:
             conflicts.append(conflict)
-        elif name in planned:
-            published.add(name)
+        else:
+            (published if name in planned else trusted).add(name)
     for name, content in small_files.items():
         path = output / name
         if path.exists() and not (path.is_file() and path.read_bytes() == content):
@@ -60,7 +52,35 @@ def look(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Found:
     for path in [*output.glob("*.safetensors"), output / INDEX_NAME]:
         if path.exists():
             conflicts.append(Conflict(path, "is part of another checkpoint", False))
-    return Found(frozenset(published), tuple(conflicts))
+    if (output / MANIFEST_NAME).is_dir():
+        conflicts.append(Conflict(output / MANIFEST_NAME, "is a folder", False))
+    return Found(frozenset(published), frozenset(trusted), tuple(conflicts))
+
+
+def refuse_missing(plan: Plan, found: Found) -> None:
+    """Raise CheckpointError where shards are missing whose files are not published either."""
+    lacking = [one for one in plan.absent if one.wanted and not found.trusted.issuperset(one.paths)]
+    if not lacking:
+        return
+    first = lacking[0]
+    shards = {shard for one in lacking for shard in one.shards}
+    more = f" ({len(shards)} shards are)" if len(shards) > 1 else ""
+    layers = layer_numbers(job.group.name for job in plan.jobs)
+    part = f", or convert what is here with --layers {ranges(layers)}" if layers else ""
+    raise CheckpointError(
+        f"{first.name} needs {first.shards[0]}, which is missing{more}: download the rest{part}."
+    )
+
+
+def refuse_reserved(small_files: Iterable[str]) -> None:
+    """Raise CheckpointError where a small file of the source has the name of one of ours."""
+    ours = (MANIFEST_NAME, COMMON_FOLDER)
+    name = next((n for n in small_files if n in ours or n.startswith("rank-")), None)
+    if name is not None:
+        raise CheckpointError(
+            f"the source holds {name}, which is a name of kconvert's own: if it is an output of"
+            " kconvert, give the checkpoint it was made from; else rename the file."
+        )
 
 
 def refuse_conflicts(found: Found, overwrite: bool) -> None:
@@ -87,7 +107,8 @@ def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -
     except OutputError:
         return Conflict(path, "was not written by this version of kconvert", False)
     except CheckpointError as error:
-        return Conflict(path, f"is damaged ({str(error).rstrip('.')})", file is not None)
+        ours = file is not None and path.is_file()
+        return Conflict(path, f"is damaged ({str(error).rstrip('.')})", ours)
     target = plan.target
     wanted = (target.layout.NAME, *target.parallelism)
     if (info.layout, info.tp, info.ep) != wanted:
@@ -106,116 +127,12 @@ def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -
 
 def overlap(source: Path, shards: Iterable[Path], output: Path) -> None:
     """Raise OutputError where source and output lie in one another, links followed."""
-    out, src = output.resolve(), source.resolve()
+    out, src = (Path(os.path.realpath(path)) for path in (output, source))
     if out == src or src in out.parents:
         raise OutputError(f"output {output} lies in the source {source}: choose another folder.")
     inside = next((shard for shard in (src, *shards) if out in shard.parents), None)
     if inside is not None:
         raise OutputError(f"source {inside} lies in the output {output}: choose another folder.")
-
-
-@contextlib.contextmanager
-def working_in(output: Path) -> Iterator[None]:
-    """Make `output`, own it, and clear what earlier runs left half-done; the run is logged."""
-    work = output / WORK_FOLDER
-    work.mkdir(parents=True, exist_ok=True)
-    with owned(work):
-        _clear(output)
-        started, outcome = time.time(), "done"
-        try:
-            yield
-        except BaseException as error:
-            outcome = type(error).__name__
-            raise
-        finally:
-            _clear(output)
-            _log(work, started, outcome)
-
-
-def _log(work: Path, started: float, outcome: str) -> None:
-    entry = {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
-        "seconds": round(time.time() - started, 3),
-        "host": socket.gethostname(),
-        "command": sys.argv,
-        "outcome": outcome,
-    }
-    # The log must not turn a finished conversion into a failed one (a full disk, say).
-    with contextlib.suppress(OSError), open(work / _LOG_NAME, "a") as file:
-        file.write(json.dumps(entry) + "\n")
-
-
-def _clear(output: Path) -> None:
-    for work in (output / WORK_FOLDER, *output.glob(f"*/{WORK_FOLDER}")):
-        for path in work.glob(f"*{_PARTIAL}"):
-            path.unlink(missing_ok=True)
-
-
-def check_space(output: Path, sizes: dict[str, int]) -> None:
-    """Raise UnavailableError unless the files `sizes` (path → bytes) fit, on each file system."""
-    for folder, needed in needed_by_device(output, sizes).items():
-        free = shutil.disk_usage(folder).free
-        if needed > free:
-            raise UnavailableError(
-                f"{folder} has {free:,} bytes free, {needed:,} are needed"
-                f" ({needed - free:,} more): free some space or choose another output."
-            )
-
-
-def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
-    """Bytes to be written on each file system, by one folder that is on it."""
-    needed: dict[int, int] = {}
-    folder_of: dict[int, Path] = {}
-    for name, size in sizes.items():
-        folder = (output / name).parent
-        while not folder.exists():
-            folder = folder.parent
-        device = folder.stat().st_dev
-        folder_of.setdefault(device, folder)
-        needed[device] = needed.get(device, 0) + size
-    return {folder_of[device]: size for device, size in needed.items()}
-
-
-def remove(output: Path, paths: Iterable[Path]) -> None:
-    """Delete files of `output`, and the folders that are empty then."""
-    for path in paths:
-        path.unlink()
-        if path.parent != output and not any(path.parent.iterdir()):
-            path.parent.rmdir()
-
-
-def staging_path(output: Path, name: str) -> Path:
-    """The temporary name for the file `name`: in OUT/.kconvert, or in a `.kconvert` of its own
-    folder where that is on another file system (a disk a rank), as a rename cannot cross them."""
-    folder = (output / name).parent
-    folder.mkdir(parents=True, exist_ok=True)
-    base = output if folder.stat().st_dev == output.stat().st_dev else folder
-    (base / WORK_FOLDER).mkdir(exist_ok=True)
-    return base / WORK_FOLDER / (name.replace("/", "--") + _PARTIAL)
-
-
-def publish(staged: Path, final: Path) -> None:
-    """Give a written and synced file its final name, durably: its folder may be new as well."""
-    os.rename(staged, final)
-    for folder in (final.parent, final.parent.parent):
-        fd = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
-def write_file(output: Path, name: str, content: bytes) -> None:
-    """Publish a small file; one that is there with the same bytes is left as it is."""
-    final = output / name
-    if final.is_file() and final.read_bytes() == content:
-        return
-    staged = staging_path(output, name)
-    with open(staged, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    publish(staged, final)
 
 
 def entries(output: Path, plan: Plan, small_files: dict[str, bytes]) -> dict[str, FileEntry]:

@@ -77,6 +77,15 @@ class Job:
         return sum(tensor.nbytes for tensor in self.source_tensors)
 
 
+class Absent(NamedTuple):
+    """A group whose shards are not all here: what it lacks, and the files it would become."""
+
+    name: str
+    shards: tuple[str, ...]
+    paths: tuple[str, ...]
+    wanted: bool  # this run was to convert it
+
+
 @dataclass(frozen=True)
 class Plan:
     """All of a conversion. `jobs` are to be done; `others` are files of the same output that the
@@ -88,6 +97,7 @@ class Plan:
     others: tuple[PlannedFile, ...]
     expected: tuple[str, ...]
     left_out: tuple[str, ...]  # names of the groups that are not converted
+    absent: tuple[Absent, ...]  # of a source that is not whole
 
     @property
     def files(self) -> tuple[PlannedFile, ...]:
@@ -117,7 +127,7 @@ def make_plan(
     `contents` maps each shard to the identity of its content (see `source.content_id`).
     `layers` leaves out the other layers, outer and vision; `ranks` the other ranks' blobs.
     Raises UnsupportedError for a parallelism that does not fit or a layer or rank that does not
-    exist, CheckpointError naming the shards that are missing.
+    exist. Groups that lack shards are `Plan.absent`: their files may be published already.
     """
     parallelism = target.parallelism
     check_parallelism(model.dims, parallelism, target.layout.constraint)
@@ -125,16 +135,17 @@ def make_plan(
     _check_selection("--layers", layers, range(model.dims.layers + model.dims.mtp_layers))
     chosen = model.groups.keys() if layers is None else {layer_name(layer) for layer in layers}
     wanted_ranks = range(parallelism.tp) if ranks is None else ranks
-    jobs, others, expected, left_out = [], [], [], []
+    jobs, others, expected, left_out, absent = [], [], [], [], []
     for group in model.groups.values():
         unwanted = text_only and group.name == VISION
         skipped = unwanted or group.name not in chosen
         if skipped:
             left_out.append(group.name)
         if group.absent:
-            if not skipped:
-                raise _missing(model, group)
-            expected += _paths_of_absent(group, model.dims, parallelism)
+            paths = _paths_of_absent(group, model.dims, parallelism)
+            absent.append(Absent(group.name, group.absent, tuple(paths), not skipped))
+            if not unwanted:
+                expected += paths
             continue
         files = _files(group, model.dims, target, contents)
         if not unwanted:
@@ -147,7 +158,10 @@ def make_plan(
         others += [file for file in files if file not in now]
         if now:
             jobs.append(Job(group, tuple(now)))
-    plan = Plan(target, model.dims, tuple(jobs), tuple(others), tuple(expected), tuple(left_out))
+    plan = Plan(
+        target, model.dims, tuple(jobs), tuple(others), tuple(expected), tuple(left_out),
+        tuple(absent),
+    )  # fmt: skip
     check_accounts(plan)
     return plan
 
@@ -190,19 +204,23 @@ def _files(
     files = []
     if group.whole:
         whole = (BlobTensor(t.name, t.dtype, t.shape, 0, t.nbytes) for t in group.whole)
-        shards = {tensor.shard for tensor in group.whole}
         path = f"{blob.COMMON_FOLDER}/{group.name}.safetensors"
-        files.append(_file(path, whole, None, None, target, [contents[s] for s in shards]))
+        files.append(_file(path, whole, None, None, target, _content(group.whole, contents)))
     if group.experts:
         tp = target.parallelism.tp
-        shards = {t.shard for expert in group.experts for matrix in expert for t in matrix}
-        content = [contents[shard] for shard in shards]
+        tensors = (t for expert in group.experts for matrix in expert for t in matrix)
+        content = _content(tensors, contents)
         for rank in range(tp):
             held = rank_slice(dims, target.parallelism, rank)
             stacked = _stacked(group, dims, target.layout, held)
             path = f"{blob.rank_folder(rank, tp)}/{group.name}.safetensors"
             files.append(_file(path, stacked, rank, held, target, content))
     return files
+
+
+def _content(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
+    """Identity of what some tensors hold: of which shard's content, from which byte on, each."""
+    return blob.digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
 def _stacked(group: Group, dims: ModelDims, layout: Layout, held: RankSlice) -> list[BlobTensor]:
@@ -243,7 +261,7 @@ def _file(
     rank: int | None,
     held: RankSlice | None,
     target: Target,
-    content: list[str],
+    content: str,
 ) -> PlannedFile:
     placed = blob.lay_out(tensors)
     tp, ep = target.parallelism
@@ -251,7 +269,7 @@ def _file(
         "format": blob.FORMAT_VERSION, "layout": target.layout.NAME, "tp": tp, "ep": ep,
         "slices": held and [held.experts.start, held.experts.stop, held.rows.start, held.rows.stop],
         "tensors": [(t.name, t.dtype, t.shape) for t in placed],
-        "content": sorted(content),
+        "content": content,
     }  # fmt: skip
     info = BlobInfo(
         blob.FORMAT_VERSION, target.layout.NAME, rank, tp, ep, target.repo, target.commit,
@@ -277,13 +295,3 @@ def _check_selection(option: str, numbers: Collection[int] | None, known: range)
         raise UnsupportedError(
             f"{option} {ranges(wrong)}: there are {known.start} to {known.stop - 1}."
         )
-
-
-def _missing(model: Model, group: Group) -> CheckpointError:
-    here = [name for name, one in model.groups.items() if not one.absent]
-    lacking = sorted({shard for one in model.groups.values() for shard in one.absent})
-    more = f" ({len(lacking)} shards are)" if len(lacking) > 1 else ""
-    return CheckpointError(
-        f"{group.name} needs {group.absent[0]}, which is missing{more}: download the rest, or"
-        f" convert what is here with --layers {ranges(layer_numbers(here))}."
-    )

@@ -8,17 +8,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kconvert.convert import output as out
-from kconvert.convert.execute import execute
+from kconvert.convert import output as judge
+from kconvert.convert import publish
+from kconvert.convert.execute import execute, memory_bound
+from kconvert.convert.output import Found
 from kconvert.convert.plan import Plan, Target, make_plan
 from kconvert.convert.source import LocalSource, open_source
 from kconvert.layouts.blob import COMMON_FOLDER
-from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, encode_manifest
+from kconvert.layouts.errors import OutputError
+from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
 from kconvert.layouts.model import VISION, read_model
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism
 
-MAX_WORKERS = 16  # a worker takes 36 MB (K2.6, tp 8); more are not fed by one file system
+MAX_WORKERS = 16  # more are not fed by one file system
+BUFFER_BYTES = 1 << 30  # for all workers together, where their number is not asked for
 
 
 @dataclass(frozen=True)
@@ -32,7 +36,7 @@ class Options:
     ranks: Collection[int] | None = None
     text_only: bool = False
     overwrite: bool = False
-    workers: int | None = None  # None: two a core, one packs while the other waits for the disk
+    workers: int | None = None  # None: see Prepared.workers
 
 
 @dataclass(frozen=True)
@@ -42,19 +46,14 @@ class Prepared:
     source: LocalSource
     output: Path
     plan: Plan  # all of it
-    found: out.Found
+    found: Found
     small_files: dict[str, bytes] = field(repr=False)
-    options: Options = field(default_factory=Options)
+    options: Options
 
     @property
     def rest(self) -> Plan:
         """What is not published yet."""
         return self.plan.without(self.found.published)
-
-    def disks(self) -> list[tuple[Path, int, int]]:
-        """(folder, bytes needed, bytes free) of each file system that will be written."""
-        needed = out.needed_by_device(self.output, self.sizes)
-        return [(folder, size, shutil.disk_usage(folder).free) for folder, size in needed.items()]
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -62,6 +61,26 @@ class Prepared:
         sizes = {file.path: file.nbytes for file in self.rest.files}
         missing = (name for name in self.small_files if not (self.output / name).exists())
         return sizes | {name: len(self.small_files[name]) for name in missing}
+
+    @property
+    def replaced(self) -> dict[str, int]:
+        """--overwrite: bytes of every file that will be replaced or removed, by path."""
+        paths = [conflict.path for conflict in self.found.conflicts]
+        return {path.relative_to(self.output).as_posix(): path.stat().st_size for path in paths}
+
+    @property
+    def workers(self) -> int:
+        """Threads: as asked for, or two a core (one packs while the other waits for the disk) as
+        far as their buffers fit."""
+        if self.options.workers is not None:
+            return self.options.workers
+        most = max(1, BUFFER_BYTES // max(1, memory_bound(self.plan, 1)))
+        return min(MAX_WORKERS, 2 * len(os.sched_getaffinity(0)), most)
+
+    def disks(self) -> list[tuple[Path, int, int]]:
+        """(folder, bytes needed, bytes free) of each file system that will be written."""
+        needed = publish.needed_by_device(self.output, self.sizes)
+        return [(folder, size, shutil.disk_usage(folder).free) for folder, size in needed.items()]
 
 
 @dataclass(frozen=True)
@@ -74,20 +93,24 @@ class Conversion:
     bytes_read: int
     bytes_written: int
     complete: bool
+    replaced: dict[str, int]  # --overwrite: bytes of the files that were there, by path
+    trusted: tuple[str, ...]  # published files that could not be compared: their shards are gone
     ignored: tuple[str, ...]  # sentences on what the source has and nobody read
-    left_out: tuple[str, ...]
+    left_out: tuple[str, ...]  # groups that this run was not asked for
 
 
 def prepare(source: str | Path, output: str | Path, options: Options) -> Prepared:
     """Read the source's headers, plan, and compare with the output; writes nothing.
 
-    Raises the KconvertErrors of what it calls: the source or the options are refused.
+    Raises the KconvertErrors of what it calls: the source, the options or what lies in the output
+    are refused.
     """
     output = Path(output)
     with _without_collection():
         opened = open_source(source)
         checkpoint = opened.checkpoint
-        out.overlap(opened.folder, map(opened.path, checkpoint.shards), output)
+        judge.refuse_reserved(checkpoint.small_files)
+        judge.overlap(opened.folder, map(opened.path, checkpoint.shards), output)
         plan = make_plan(
             read_model(checkpoint),
             opened.contents,
@@ -97,67 +120,86 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
             text_only=options.text_only,
         )
     small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
-    return Prepared(opened, output, plan, out.look(output, plan, small), small, options)
+    return _looked_at(Prepared(opened, output, plan, judge.NOTHING, small, options))
+
+
+def _looked_at(prepared: Prepared) -> Prepared:
+    """With what the output holds now; refused where this run must not go on."""
+    found = judge.look(prepared.output, prepared.plan, prepared.small_files)
+    judge.refuse_missing(prepared.plan, found)
+    judge.refuse_conflicts(found, prepared.options.overwrite)
+    return replace(prepared, found=found)
 
 
 @contextmanager
 def _without_collection() -> Iterator[None]:
     """Hold the garbage collector off: 208,550 tensors are a million objects that all stay, and
     looking through them again and again is half of the plan's time."""
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) -> Conversion:
     """Carry out a prepared conversion; `progress` is told the bytes written, as they are.
 
-    Raises OutputError where the output holds something else (unless overwriting),
-    UnavailableError for lack of space or another run, CheckpointError for faults in the data.
+    Raises UnavailableError for lack of space or another run, CheckpointError for faults in the
+    data, OutputError where something came into the output meanwhile.
     """
-    output, options = prepared.output, prepared.options
-    with out.working_in(output):
-        # Another run may have published files, or ended, since this one looked.
-        found = out.look(output, prepared.plan, prepared.small_files)
-        prepared = replace(prepared, found=found)
-        out.refuse_conflicts(found, options.overwrite)
-        out.check_space(output, prepared.sizes)
-        if found.conflicts:
+    output = prepared.output
+    with publish.working_in(output):
+        prepared = _looked_at(prepared)  # another run may have ended since
+        publish.check_space(output, prepared.sizes)
+        rest, replaced, before = prepared.rest, prepared.replaced, _manifest_there(output)
+        if replaced:
             (output / MANIFEST_NAME).unlink(missing_ok=True)
-        rest = prepared.rest
-        workers = options.workers or min(MAX_WORKERS, 2 * len(os.sched_getaffinity(0)))
-        bytes_read = execute(rest, prepared.source.path, output, workers, progress)
+        bytes_read = execute(rest, prepared.source, output, prepared.workers, progress)
         for name, content in prepared.small_files.items():
-            out.write_file(output, name, content)
-        written = {output / name for name in prepared.sizes} | {
-            output / name for name in prepared.small_files
-        }
-        out.remove(output, {conflict.path for conflict in found.conflicts} - written)
-        manifest = _manifest(prepared)
-        out.write_file(output, MANIFEST_NAME, encode_manifest(manifest))
+            publish.write_file(output, name, content)
+        written = {file.path for file in rest.files} | prepared.small_files.keys()
+        publish.remove(output, (output / name for name in replaced if name not in written))
+        manifest = _manifest(prepared, before)
+        publish.write_file(output, MANIFEST_NAME, encode_manifest(manifest))
     return Conversion(
         output,
         len(rest.files),
-        len(found.published & {file.path for file in prepared.plan.files}),
+        len(prepared.found.published & {file.path for file in prepared.plan.files}),
         bytes_read,
         sum(file.nbytes for file in rest.files),
         manifest.complete,
+        replaced,
+        tuple(sorted(prepared.found.trusted)),
         prepared.source.checkpoint.ignored,
         prepared.plan.left_out,
     )
 
 
-def _manifest(prepared: Prepared) -> Manifest:
+def _manifest_there(output: Path) -> Manifest | None:
+    try:
+        return read_manifest(output)
+    except OutputError:
+        return None
+
+
+def _manifest(prepared: Prepared, before: Manifest | None) -> Manifest:
+    """The manifest of what lies there now. Vision may be wanting where this or an earlier run was
+    told to leave it out."""
     plan = prepared.plan
-    files = out.entries(prepared.output, plan, prepared.small_files)
+    files = judge.entries(prepared.output, plan, prepared.small_files)
+    vision = f"{COMMON_FOLDER}/{VISION}.safetensors"
+    asked = prepared.options.text_only or (before is not None and before.text_only)
+    text_only = asked and vision not in files
+    expected = set(plan.expected) - ({vision} if text_only else set())
     return Manifest(
         layout=plan.target.layout.NAME,
         tp=plan.target.parallelism.tp,
         ep=plan.target.parallelism.ep,
-        complete=files.keys() >= set(plan.expected),
-        text_only=f"{COMMON_FOLDER}/{VISION}.safetensors" not in files,
+        complete=files.keys() >= expected,
+        text_only=text_only,
         repo=plan.target.repo,
         commit=plan.target.commit,
         files=files,

@@ -1,6 +1,7 @@
 """Where a checkpoint comes from: a local folder (a Hub repository is not read yet)."""
 
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,10 +21,20 @@ class LocalSource:
     folder: Path
     checkpoint: Checkpoint
     contents: dict[str, str]  # shard → content_id
+    stamps: dict[str, tuple[int, ...]]  # shard → what changes when its file does
 
     def path(self, name: str) -> Path:
         """The file called `name`, with links followed."""
         return (self.folder / name).resolve()
+
+    def check_unchanged(self, shards: Iterable[str]) -> None:
+        """Raise CheckpointError where a shard is not the file any more whose content was taken."""
+        for name in shards:
+            if _stamp(self.path(name)) != self.stamps[name]:
+                raise CheckpointError(
+                    f"{name} was changed while it was being converted: wait until nobody writes to"
+                    " it, then run the same command again."
+                )
 
 
 def open_source(source: str | os.PathLike[str]) -> LocalSource:
@@ -37,8 +48,14 @@ def open_source(source: str | os.PathLike[str]) -> LocalSource:
             f"{source} is not a folder here: give the folder of a downloaded checkpoint."
         )
     checkpoint = read_checkpoint(folder)
+    stamps = {name: _stamp(folder / name) for name in checkpoint.shards}
     contents = {name: content_id(folder / name, s) for name, s in checkpoint.shards.items()}
-    return LocalSource(folder, checkpoint, contents)
+    return LocalSource(folder, checkpoint, contents, stamps)
+
+
+def _stamp(path: Path) -> tuple[int, ...]:
+    status = path.stat()
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def content_id(path: Path, shard: Shard) -> str:

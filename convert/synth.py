@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.convert.output import check_space
 from kconvert.convert.presets import PRESETS, SynthTensor, shards, with_experts
+from kconvert.convert.publish import check_space
 from kconvert.layouts.checkpoint import CONFIG_NAME, INDEX_NAME
 from kconvert.layouts.errors import OutputError, UnsupportedError
 from kconvert.layouts.header import DTYPE_BYTES

@@ -1,9 +1,8 @@
 """What the commands say: results as tables for --json, and the same tables as text."""
 
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from kconvert.layouts.model import layer_numbers, ranges
+from kconvert.layouts.model import groups_text
 
 if TYPE_CHECKING:
     from kconvert.convert.run import Conversion, Prepared
@@ -17,16 +16,10 @@ def size(count: int) -> str:
     return f"{count:,} B ({count / 1e9:.2f} GB, {count / 2**30:.2f} GiB)"
 
 
-def groups_text(names: Iterable[str]) -> str:
-    """Names of groups for a person: layers 0-3,60, outer, vision."""
-    names = list(names)
-    layers = layer_numbers(names)
-    others = [name for name in names if not name.startswith("layer-")]
-    return ", ".join([f"layers {ranges(layers)}"] * bool(layers) + others)
-
-
 def plan_table(prepared: "Prepared") -> dict[str, Any]:
-    """A conversion that was prepared: files and bytes, and the disk they need."""
+    """A conversion that was prepared: files and bytes, and the disk and memory they need."""
+    from kconvert.convert.execute import memory_bound  # numba is not for `--help`
+
     plan, rest = prepared.plan, prepared.rest
     folders: dict[str, dict[str, int]] = {}
     for file in plan.files:
@@ -43,6 +36,10 @@ def plan_table(prepared: "Prepared") -> dict[str, Any]:
         "bytes": sum(file.nbytes for file in plan.files),
         "folders": folders,
         "published_files": len(plan.files) - len(rest.files),
+        "replaced": prepared.replaced,
+        "trusted": sorted(prepared.found.trusted),
+        "workers": prepared.workers,
+        "buffer_bytes": memory_bound(plan, prepared.workers),
         "bytes_to_read": sum(job.source_bytes for job in rest.jobs),
         "bytes_to_write": sum(prepared.sizes.values()),
         "disks": [
@@ -70,6 +67,7 @@ def plan_text(table: dict[str, Any]) -> str:
     for disk in table["disks"]:
         enough = "enough" if disk["free"] >= disk["needed"] else "NOT ENOUGH"
         lines.append(f"disk of {disk['folder']}: {size(disk['free'])} free, {enough}")
+    lines.append(f"buffers  {size(table['buffer_bytes'])} for {table['workers']} workers")
     return "\n".join([*lines, *_notes(table)])
 
 
@@ -91,6 +89,12 @@ def conversion_text(table: dict[str, Any]) -> str:
 
 def _notes(table: dict[str, Any]) -> list[str]:
     notes = [f"ignored: {text}" for text in table["ignored"]]
+    if table["replaced"]:
+        count, nbytes = len(table["replaced"]), sum(table["replaced"].values())
+        notes.append(f"replaced or removed (--overwrite): {count} files, {size(nbytes)}")
+    if table["trusted"]:
+        count = len(table["trusted"])
+        notes.append(f"not compared, as their shards are not here: {count} published blobs")
     if table["left_out"]:
         notes.append(f"left out: {groups_text(table['left_out'])}")
     return notes
@@ -109,9 +113,10 @@ def validation_text(table: dict[str, Any]) -> str:
         f" {size(table['bytes_read'])} read"
     )
     if table["ok"]:
+        some = f" of {table['sample']} experts a layer" if table["sample"] else ""
         proof = (
-            "every code and scale is the source's" if table["against_source"]
-            else "all digests agree (give --source to compare with the checkpoint)"
+            f"every code and scale{some} is the source's" if table["against_source"]
+            else f"all digests{some} agree (give --source to compare with the checkpoint)"
         )  # fmt: skip
         part = "" if table["complete"] else "; the output is not complete yet"
         return f"ok: {checked}; {proof}{part}"
@@ -120,6 +125,7 @@ def validation_text(table: dict[str, Any]) -> str:
     lines += [f"  {finding['sentence']}" for finding in found[:20]]
     if len(found) > 20:
         lines.append(f"  and {len(found) - 20} more (--json has all)")
+    lines.append("to mend a blob, delete it and run the same `kconvert convert` again")
     return "\n".join(lines)
 
 
@@ -160,6 +166,17 @@ def bench_convert_text(table: dict[str, Any]) -> str:
             f" ({table['ratio_to_direct_copy']:.2f} with O_DIRECT)",
             f"core-seconds per GB  {table['core_seconds_per_gb']:.2f}",
             f"peak private memory  {size(table['peak_private_bytes'])}",
+        ]
+    )
+
+
+def bench_plan_text(table: dict[str, Any]) -> str:
+    """`bench plan` as a table."""
+    return "\n".join(
+        [
+            _machine(table),
+            f"plan of all K2.6     {table['plan_seconds']:.2f} s, {size(table['plan_peak_bytes'])}",
+            f"kconvert --help      {table['help_seconds']:.2f} s",
         ]
     )
 

@@ -1,15 +1,16 @@
 """One blob being written: every tensor once, digested as it passes, published only when whole."""
 
+import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kconvert.convert.output import publish, staging_path
 from kconvert.convert.plan import PlannedFile
+from kconvert.convert.publish import publish, staging_path
 from kconvert.layouts.blob import (
     NO_DIGEST,
     PAGE,
@@ -35,7 +36,8 @@ class BlobWriter:
         self._lock = threading.Lock()
         self._fd = os.open(self._staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         self._direct = _open_direct(self._staged)
-        os.ftruncate(self._fd, planned.nbytes)
+        with _naming(self._final):
+            os.ftruncate(self._fd, planned.nbytes)
 
     def write_expert(self, tensor: BlobTensor, index: int, data: memoryview) -> None:
         """Write local expert `index` of a stacked tensor; `data` is its bytes, contiguous."""
@@ -74,8 +76,9 @@ class BlobWriter:
         info = replace(
             self.planned.info, digests=self._digests, expert_digests=self._expert_digests
         )
-        _pwrite(self._fd, memoryview(encode_header(self.planned.tensors, info)), 0)
-        os.fsync(self._fd)
+        with _naming(self._final):
+            _pwrite(self._fd, memoryview(encode_header(self.planned.tensors, info)), 0)
+            os.fsync(self._fd)
         publish(self._staged, self._final)
         self.close()
 
@@ -94,7 +97,10 @@ class BlobWriter:
             self._staged.unlink(missing_ok=True)
 
     def _write(self, tensor: BlobTensor, at: int, data: memoryview) -> None:
-        start = self.planned.header_bytes + tensor.offset + at
+        with _naming(self._final):
+            self._put(data, self.planned.header_bytes + tensor.offset + at)
+
+    def _put(self, data: memoryview, start: int) -> None:
         if self._direct is not None and start % PAGE == 0 and len(data) % PAGE == 0:
             try:
                 _pwrite(self._direct, data, start)
@@ -128,3 +134,12 @@ def _pwrite(fd: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(fd, data, at)
         data, at = data[written:], at + written
+
+
+@contextlib.contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Errors on an open file do not say which: add its name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None

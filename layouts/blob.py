@@ -15,7 +15,7 @@ from typing import NamedTuple
 import xxhash
 
 from kconvert.layouts.errors import OutputError
-from kconvert.layouts.header import DTYPE_BYTES, Header, parse_header, read_header
+from kconvert.layouts.header import DTYPE_BYTES, Header, read_header
 
 FORMAT_VERSION = 1
 PAGE = 4096
@@ -118,24 +118,33 @@ def read_blob(path: Path) -> tuple[Header, BlobInfo]:
     return header, blob_info(header, str(path))
 
 
-def parse_blob(raw: bytes, file_size: int, file: str) -> tuple[Header, BlobInfo]:
-    """The same from the bytes of a header, for a file that is not here."""
-    header = parse_header(raw, file_size, file)
-    return header, blob_info(header, file)
-
-
 def blob_info(header: Header, file: str) -> BlobInfo:
     """The `kconvert` metadata of a blob's header; OutputError where it is absent or malformed."""
     try:
         info = BlobInfo(**json.loads(header.metadata["kconvert"]))
-    except (KeyError, TypeError, ValueError):
-        raise OutputError(f"{file} was not written by kconvert: it lacks its metadata.") from None
+        _check_info(info)
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
+        raise OutputError(
+            f"{file} was not written by kconvert, or damaged: its metadata is not readable."
+        ) from None
     if info.format != FORMAT_VERSION:
         raise OutputError(
             f"{file} has format {info.format}, this version reads {FORMAT_VERSION}:"
             " convert again or use the version that wrote it."
         )
     return info
+
+
+def _check_info(info: BlobInfo) -> None:
+    """Raise ValueError or TypeError unless every field can be what it should be."""
+    if not (1 <= info.ep <= info.tp and info.tp % info.ep == 0):
+        raise ValueError("tp and ep")
+    if info.rank is not None and not 0 <= info.rank < info.tp:
+        raise ValueError("rank")
+    lists = [list(info.digests.values()), *info.expert_digests.values()]
+    for value in [info.fingerprint, *(value for values in lists for value in values)]:
+        if len(bytes.fromhex(value)) != len(NO_DIGEST) // 2:
+            raise ValueError("digest")
 
 
 def rank_folder(rank: int, tp: int) -> str:

@@ -159,20 +159,22 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
     return text
 
 
-def positive(config: dict[str, Any], key: str) -> int:
-    """config[key], a size ≥ 1; CheckpointError naming the key otherwise."""
+def positive(config: dict[str, Any], key: str, most: int = 1 << 31) -> int:
+    """config[key], a size of 1 to `most`; CheckpointError naming the key otherwise."""
     value = config.get(key)
-    if type(value) is not int or not 0 < value < 1 << 31:
-        raise CheckpointError(f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a size above 0.")
+    if type(value) is not int or not 0 < value <= most:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a size of 1 to {most:,}."
+        )
     return value
 
 
-def natural(config: dict[str, Any], key: str, default: int) -> int:
-    """config[key], a count ≥ 0, or `default` where it is absent or null."""
+def natural(config: dict[str, Any], key: str, default: int, most: int = 1 << 31) -> int:
+    """config[key], a count of 0 to `most`, or `default` where it is absent or null."""
     value = config.get(key)
     if value is None:
         return default
-    return 0 if value == 0 and type(value) is int else positive(config, key)
+    return 0 if value == 0 and type(value) is int else positive(config, key, most)
 
 
 def _only_shard(folder: Path, files: list[str]) -> list[str]:
@@ -188,16 +190,20 @@ def _only_shard(folder: Path, files: list[str]) -> list[str]:
 def _sort_files(
     folder: Path, files: Iterable[str], shards: set[str]
 ) -> tuple[list[str], list[str]]:
-    """The small files to copy, and a sentence for each file or folder that is left alone."""
+    """The small files to copy, and a sentence for each file or folder that is left alone.
+
+    Hidden files are neither: they are the tools' (.gitattributes, .cache), not the model's.
+    """
     small, skipped = [], []
     reasons: list[tuple[Callable[[Path], bool], str]] = [
         (lambda p: not p.is_file(), "not a file"),
         (lambda p: p.suffix in _WEIGHT_SUFFIXES, "weights the index does not name"),
+        (lambda p: p.name.endswith(".index.json"), "the index of other weights"),
         (lambda p: p.stat().st_size > _SMALL_FILE_BYTES, "too large for a small file"),
     ]
     for name in files:
         path = folder / name
-        if name in shards or name.endswith(".index.json"):
+        if name in shards or name == INDEX_NAME:
             continue
         reason = next((text for test, text in reasons if test(path)), None)
         if reason is None:

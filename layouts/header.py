@@ -7,6 +7,7 @@ silent (duplicate keys) and plainer where it misnames a fault (LFS pointers, tru
 
 import json
 import os
+import stat
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -49,9 +50,12 @@ def read_header(path: Path) -> Header:
     Raises CheckpointError naming the file and, where there is one, the tensor at fault;
     OSError as the system gives it.
     """
-    fd = os.open(path, os.O_RDONLY)
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe would keep us waiting
     try:
-        size = os.fstat(fd).st_size
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise CheckpointError(f"{path} is not a regular file.")
+        size = status.st_size
         first = os.pread(fd, 64, 0)
         if size == 0:
             raise CheckpointError(f"{path} is empty: download it again.")

@@ -53,6 +53,9 @@ def read_manifest(output: Path) -> Manifest:
         )
     try:
         table = read_json(path)
+    except CheckpointError as error:
+        raise OutputError(str(error)) from None
+    try:
         own = table.pop("digest")
         version = table.pop("format")
         if version != FORMAT_VERSION:
@@ -60,9 +63,14 @@ def read_manifest(output: Path) -> Manifest:
         if own != _own_digest({"format": version, **table}):
             raise OutputError(f"{path} was changed after it was written: its digest disagrees.")
         files = {name: FileEntry(**entry) for name, entry in table.pop("files").items()}
-        return Manifest(**table, files=files)
-    except (AttributeError, KeyError, TypeError, CheckpointError) as error:
+        manifest = Manifest(**table, files=files)
+        if not 1 <= manifest.ep <= manifest.tp or manifest.tp % manifest.ep:
+            raise ValueError(f"tp {manifest.tp} and ep {manifest.ep}")
+    except OutputError:
+        raise
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise OutputError(f"{path} is not a manifest of kconvert ({error}).") from None
+    return manifest
 
 
 def _own_digest(table: dict[str, object]) -> str:

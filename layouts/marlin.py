@@ -11,6 +11,8 @@ outputs the golden tests compare with. Codes keep their values (value = nibble �
 `pack_*` and `unpack_*` are inverses that share no index arithmetic: one is the proof of the other.
 """
 
+from typing import Any
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -45,26 +47,41 @@ def pack_weight_into(
 
     source int32 [N, K/8] in compressed-tensors' order; out int32 [len(columns)/16, 2M], M ≥ at +
     len(rows) being the rows of the (fused) packed matrix. Both C-contiguous.
-    Raises ValueError where tiles would be cut.
+    Raises ValueError for other arrays, or where tiles would be cut or lie outside.
     """
     reason = constraint(len(rows), len(columns)) or constraint(at, columns.start)
     if reason:
         raise ValueError(f"marlin: {reason}")
+    _check_array(source, np.int32, rows.stop, columns.stop // 8)
+    _check_array(out, np.int32, len(columns) // TILE_K, 2 * (at + len(rows)))
     repack_marlin(source, rows.start, len(rows), columns.start // 8, len(columns) // 8, out, 2 * at)
 
 
 def pack_weight(weight_packed: NDArray[np.int32]) -> NDArray[np.int32]:
-    """compressed-tensors int32 [N, K/8] → Marlin int32 [K/16, 2N]. N % 64 == 0, K % 16 == 0."""
-    n, k = weight_packed.shape[0], 8 * weight_packed.shape[1]
+    """compressed-tensors int32 [N, K/8] → Marlin int32 [K/16, 2N].
+
+    Raises ValueError unless N % 64 == 0, K % 16 == 0 and the words are int32.
+    """
+    rows, words = weight_packed.shape
+    n, k = rows, 8 * words
     out = np.empty(weight_shape(n, k), np.int32)
     pack_weight_into(np.ascontiguousarray(weight_packed), range(n), range(k), out, 0)
     return out
 
 
 def unpack_weight(packed: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Marlin int32 [K/16, 2N] → compressed-tensors int32 [N, K/8], by the inverse formulas."""
-    out = np.zeros((packed.shape[1] // 2, 2 * packed.shape[0]), np.int32)
-    _unpack(np.ascontiguousarray(packed), out)
+    """Marlin int32 [K/16, 2N] → compressed-tensors int32 [N, K/8], by the inverse formulas.
+
+    Raises ValueError unless N % 64 == 0 and the words are int32.
+    """
+    packed = np.ascontiguousarray(packed)
+    k_tiles, words = packed.shape
+    _check_array(packed, np.int32, k_tiles, words)
+    reason = "an odd number of words" if words % 2 else constraint(words // 2, TILE_K * k_tiles)
+    if reason:
+        raise ValueError(f"marlin: {reason}")
+    out = np.zeros((words // 2, 2 * k_tiles), np.int32)
+    _unpack(packed, out)
     return out
 
 
@@ -87,8 +104,12 @@ def pack_scales_into(
     """Put scales `rows` × `groups` of source [N, G] into out [len(groups), M], columns from `at`.
 
     One unsigned dtype for both (bf16 bits as uint16). The column order depends on the number of
-    groups alone, as the kernel decides by it.
+    groups alone, as the kernel decides by it. Raises ValueError for other arrays or sizes.
     """
+    if len(rows) % TILE_N:
+        raise ValueError(f"marlin: {constraint(len(rows), TILE_K)}")
+    _check_array(source, source.dtype, rows.stop, groups.stop)
+    _check_array(out, source.dtype, len(groups), at + len(rows))
     order = _column_order(len(rows), len(groups))
     transpose_scales(source, rows.start, groups.start, out, at, order)
 
@@ -104,12 +125,22 @@ def permute_scales(scales: NDArray[np.generic]) -> NDArray[np.generic]:
 def unpermute_scales(permuted: NDArray[np.generic]) -> NDArray[np.generic]:
     """Marlin scales [G, N] → [N, G]: column n is looked up where the kernel reads it."""
     groups, columns = permuted.shape
+    if columns % TILE_N:
+        raise ValueError(f"marlin: {constraint(columns, TILE_K)}")
     n = np.arange(columns)
     if groups > 1:
         place = 64 * (n // 64) + 8 * (n % 8) + (n % 64) // 8
     else:
         place = 32 * (n // 32) + 8 * ((n % 8) // 2) + 2 * ((n % 32) // 8) + n % 2
     return np.ascontiguousarray(permuted[:, place].T)
+
+
+def _check_array(array: NDArray[Any], dtype: Any, rows: int, columns: int) -> None:
+    """The kernels work by address: what is not so would be garbage, or somebody else's memory."""
+    if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
+        raise ValueError(f"marlin: expected C-contiguous {np.dtype(dtype)}, found {array.dtype}")
+    if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < columns:
+        raise ValueError(f"marlin: expected at least {[rows, columns]}, found {array.shape}")
 
 
 def _column_order(n: int, groups: int) -> NDArray[np.int64]:

@@ -62,7 +62,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     """
     dims = model_dims(checkpoint.config)
     whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
-    experts: dict[str, dict[int, int]] = defaultdict(lambda: defaultdict(int))
+    experts: dict[str, set[int]] = defaultdict(set)
     prefixes: dict[str, str] = {}
     absent: dict[str, set[str]] = defaultdict(set)
     layers: set[int] = set()
@@ -72,7 +72,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
         if where.layer >= 0:
             layers.add(where.layer)
         if where.expert >= 0:
-            experts[group][where.expert] += 1
+            experts[group].add(where.expert)
             prefixes.setdefault(group, name[: name.index(".experts.") + len(".experts.")])
         if name in checkpoint.absent:
             absent[group].add(checkpoint.absent[name])
@@ -85,7 +85,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
         if group not in whole and group not in experts:
             continue
         is_moe = any(layer >= dims.first_moe for layer in layer_numbers([group]))
-        _check_experts(group, experts.get(group, {}), dims.experts if is_moe else 0)
+        _check_experts(group, experts.get(group, set()), dims.experts if is_moe else 0)
         if absent[group]:
             groups[group] = Group(group, (), absent=tuple(sorted(absent[group])))
             continue
@@ -96,7 +96,26 @@ def read_model(checkpoint: Checkpoint) -> Model:
             tuple(_expert(checkpoint.tensors, prefix, e, dims) for e in range(len(experts[group]))),
             prefix,
         )
+    _check_all_placed(checkpoint, groups.values())
     return Model(dims, groups)
+
+
+def _check_all_placed(checkpoint: Checkpoint, groups: Iterable[Group]) -> None:
+    """Every present tensor is in one group, unless its group lacks other shards."""
+    placed = {tensor.name for group in groups for tensor in group.whole}
+    for group in groups:
+        placed.update(t.name for expert in group.experts for matrix in expert for t in matrix)
+    if len(placed) == len(checkpoint.tensors):
+        return
+    incomplete = {group.name for group in groups if group.absent}
+    for name in checkpoint.tensors.keys() - placed:
+        where = place(name)
+        group_name = layer_name(where.layer) if where.layer >= 0 else where.group
+        if group_name not in incomplete:
+            raise CheckpointError(
+                f"tensor {name} in {checkpoint.tensors[name].shard} is not used: another tensor has"
+                f" its place in {group_name}."
+            )
 
 
 def _reading_order(item: tuple[int, SourceTensor]) -> tuple[int, str]:
@@ -132,13 +151,21 @@ def _check_layers(layers: set[int], dims: ModelDims) -> None:
         )
 
 
-def _check_experts(group: str, found: Mapping[int, int], expected: int) -> None:
-    if found.keys() == set(range(expected)):
+def _check_experts(group: str, found: set[int], expected: int) -> None:
+    if len(found) == expected and max(found, default=-1) == expected - 1:
         return
     raise CheckpointError(
         f"{group} has {len(found)} routed experts ({ranges(sorted(found))}), config.json says"
         f" {expected} there (n_routed_experts, first_k_dense_replace)."
     )
+
+
+def groups_text(names: Iterable[str]) -> str:
+    """Names of groups for a person: layers 0-3,60, outer, vision."""
+    names = list(names)
+    layers = layer_numbers(names)
+    others = [name for name in names if not name.startswith("layer-")]
+    return ", ".join([f"layers {ranges(layers)}"] * bool(layers) + others)
 
 
 def ranges(numbers: Iterable[int]) -> str:

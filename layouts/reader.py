@@ -65,7 +65,10 @@ class Reader:
     def _fill(self, tensor: SourceTensor, at: int, view: memoryview) -> None:
         fd, total = self._open(tensor.shard), len(view)
         while view:
-            count = os.preadv(fd, [view], tensor.start + at)
+            try:
+                count = os.preadv(fd, [view], tensor.start + at)
+            except OSError as error:  # on an open file it does not say which
+                raise OSError(error.errno, error.strerror, tensor.shard) from None
             if count == 0:
                 raise CheckpointError(
                     f"{tensor.shard}, tensor {tensor.name}: the file ended {len(view):,} bytes"

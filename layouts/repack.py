@@ -38,6 +38,7 @@ _BLOCK_WORDS = 2 * _BLOCK_K_TILES
 
 
 def jit(function: Callable[..., Any]) -> Any:
+    """Compile with numba at first call, without the GIL, cached on disk where that is possible."""
     try:
         return numba.njit(nogil=True, cache=True)(function)
     except RuntimeError:  # no folder anywhere that numba could write its cache to

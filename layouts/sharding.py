@@ -12,6 +12,7 @@ from kconvert.layouts.checkpoint import natural, positive, text_config
 from kconvert.layouts.compressed_tensors import Quantization, read_quantization
 from kconvert.layouts.errors import UnsupportedError
 
+MOST = 10_000  # layers, experts, ranks: more is a damaged file or a slip of the finger
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 # Modules of a layer in the order a forward pass reads them. The last six are DeepSeek's MTP layer.
 _LAYER_MODULES = (
@@ -35,9 +36,10 @@ _LAYER_ORDER = {
     for i, module in enumerate(_LAYER_MODULES)
     for j, parameter in enumerate(_PARAMETERS)
 }
-_LAYER_NAME = re.compile(r"((?:language_model\.)?model\.layers\.(\d{1,6})\.)(.+)")
+_NUMBER = "(0|[1-9][0-9]{0,4})"  # one spelling a number: "01" is another name than "1"
+_LAYER_NAME = re.compile(rf"(?:language_model\.)?model\.layers\.{_NUMBER}\.(.+)")
 _EXPERT_NAME = re.compile(
-    r"(?:language_model\.)?model\.layers\.(\d{1,6})\.mlp\.experts\.(\d{1,6})\."
+    rf"(?:language_model\.)?model\.layers\.{_NUMBER}\.mlp\.experts\.{_NUMBER}\."
     r"(gate_proj|up_proj|down_proj)\.(weight_packed|weight_scale|weight_shape)"
 )
 _UNSUPPORTED = {
@@ -93,15 +95,17 @@ def place(name: str) -> Place:
         return Place("expert", int(found[1]), int(found[2]))
     found = _LAYER_NAME.fullmatch(name)
     if found:
-        order = _LAYER_ORDER.get(found[3])
+        order = _LAYER_ORDER.get(found[2])
         if order is not None:
-            return Place("layer", int(found[2]), order=order)
+            return Place("layer", int(found[1]), order=order)
     elif name.startswith(_VISION):
         return Place("vision")
     else:
         bare = name.removeprefix("language_model.")
         if bare in _OUTER:
             return Place("outer", order=_OUTER.index(bare))
+    if ".mlp.experts." in name and name.endswith("_proj.weight"):
+        raise UnsupportedError(f"tensor {name}: this expert is not quantised, INT4 is expected.")
     reason = _UNSUPPORTED.get(
         name.rpartition(".")[2],
         "no sharding rule covers that name; known are DeepSeek-V3-style text models, Kimi's among"
@@ -138,10 +142,10 @@ def model_dims(whole_config: dict[str, Any]) -> ModelDims:
             f"config.json: moe_layer_freq is {config['moe_layer_freq']}, only 1 is known."
         )
     return ModelDims(
-        positive(config, "num_hidden_layers"),
-        natural(config, "num_nextn_predict_layers", 0),
-        natural(config, "first_k_dense_replace", 0),
-        positive(config, "n_routed_experts"),
+        positive(config, "num_hidden_layers", MOST),
+        natural(config, "num_nextn_predict_layers", 0, MOST),
+        natural(config, "first_k_dense_replace", 0, MOST),
+        positive(config, "n_routed_experts", MOST),
         positive(config, "hidden_size"),
         positive(config, "moe_intermediate_size"),
         read_quantization(whole_config),
@@ -169,7 +173,7 @@ def check_parallelism(
     problem = _problem(dims, parallelism, constraint)
     if problem is None:
         return
-    same_tp = [p for ep in range(1, parallelism.tp + 1) if (p := Parallelism(parallelism.tp, ep))]
+    same_tp = [Parallelism(parallelism.tp, ep) for ep in range(1, min(parallelism.tp, MOST) + 1)]
     other_tp = [Parallelism(1 << i) for i in range(8)]
     fits = [f"--tp {p.tp} --ep {p.ep}" for p in same_tp if not _problem(dims, p, constraint)]
     fits = fits or [f"--tp {p.tp}" for p in other_tp if not _problem(dims, p, constraint)]
@@ -181,8 +185,8 @@ def _problem(
     dims: ModelDims, parallelism: Parallelism, constraint: Callable[[int, int], str | None]
 ) -> str | None:
     tp, ep = parallelism
-    if tp < 1 or ep < 1:
-        return "both must be at least 1"
+    if not (1 <= tp <= MOST and 1 <= ep <= MOST):
+        return f"both must be 1 to {MOST:,}"
     if tp % ep:
         return f"ep {ep} does not divide tp {tp}"
     if dims.experts % ep:

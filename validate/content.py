@@ -36,11 +36,16 @@ def one_expert(tensor: SourceTensor, index: int) -> SourceTensor:
 
 
 def check_whole(
-    one: Blob, name: str, reader: Reader, scratch: Scratch, source: SourceTensor | None
+    one: Blob,
+    name: str,
+    blobs: Reader,
+    shards: Reader,
+    scratch: Scratch,
+    source: SourceTensor | None,
 ) -> Iterator[Finding]:
     """A tensor that is not stacked: its digest, and the same bytes and kind as in the source."""
     tensor = in_blob(one.path, one.header.tensors[name])
-    found = _digest(reader, tensor, scratch)
+    found = _digest(blobs, tensor, scratch)
     if found != one.info.digests[name]:
         yield Finding(one.path, "its bytes were changed: the digest disagrees", name)
     if source is None:
@@ -52,7 +57,7 @@ def check_whole(
             f" {source.dtype} {list(source.shape)} in the source",
             name,
         )
-    elif found != _digest(reader, source, scratch):
+    elif found != _digest(shards, source, scratch):
         yield Finding(one.path, "its bytes are not the source's", name)
 
 
@@ -67,9 +72,14 @@ class ExpertCheck:
     """Compares the parts of one expert that ranks hold with the source's (None: digests only)."""
 
     def __init__(
-        self, expert: Expert | None, layout: Layout, reader: Reader, scratch: Scratch
+        self,
+        expert: Expert | None,
+        layout: Layout,
+        blobs: Reader,
+        shards: Reader,
+        scratch: Scratch,
     ) -> None:
-        self._layout, self._reader, self._scratch = layout, reader, scratch
+        self._layout, self._blobs, self._shards, self._scratch = layout, blobs, shards, scratch
         self.matrices = [self._load(i, matrix) for i, matrix in enumerate(expert or ())]
 
     def check(
@@ -84,7 +94,7 @@ class ExpertCheck:
         local = index - held.experts.start
         for i, name in enumerate(names):
             tensor = one_expert(in_blob(one.path, one.header.tensors[name]), local)
-            part = self._read(f"part {i}", tensor)
+            part = self._read(self._blobs, f"part {i}", tensor)
             digest = blob.digest(memoryview(part).cast("B"))
             if digest != one.info.expert_digests[name][local]:
                 yield Finding(one.path, "its bytes were changed: the digest disagrees", name, index)
@@ -107,11 +117,12 @@ class ExpertCheck:
                 yield Finding(one.path, _difference(got, want, packed=i % 2 == 0), name, index)
 
     def _load(self, i: int, matrix: QuantizedMatrix) -> tuple[NDArray[Any], NDArray[Any]]:
-        return self._read(f"packed {i}", matrix.packed), self._read(f"scale {i}", matrix.scale)
+        packed = self._read(self._shards, f"packed {i}", matrix.packed)
+        return packed, self._read(self._shards, f"scale {i}", matrix.scale)
 
-    def _read(self, role: str, tensor: SourceTensor) -> NDArray[Any]:
+    def _read(self, reader: Reader, role: str, tensor: SourceTensor) -> NDArray[Any]:
         array = self._scratch.take(role, tensor.shape, _NUMPY[tensor.dtype])
-        self._reader.read_into(tensor, array)
+        reader.read_into(tensor, array)
         return array
 
 
@@ -127,8 +138,8 @@ def _difference(got: NDArray[Any], want: NDArray[Any], packed: bool) -> str:
         got, want = codes(got), codes(np.ascontiguousarray(want))
     places = np.argwhere(got != want)
     row, column = places[0]
-    what = "code" if packed else "scale (bits)"
+    what = ("code" if packed else "scale") + (" differs" if len(places) == 1 else "s differ")
     return (
-        f"{len(places):,} {what}s differ from the source; first at row {row}, column {column}:"
-        f" {want[row, column]} expected, {got[row, column]} found"
+        f"{len(places):,} {what} from the source; first at row {row}, column {column}:"
+        f" {want[row, column]} expected, {got[row, column]} found{'' if packed else ' (bits)'}"
     )

@@ -24,6 +24,7 @@ class Validation:
 
     complete: bool  # what the manifest says of the output
     against_source: bool
+    sample: int | None  # so many experts a layer were read; None: all
     files: int = 0
     tensors: int = 0
     experts: int = 0  # an expert counts once for every rank that holds a part of it

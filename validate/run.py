@@ -8,10 +8,11 @@ from pathlib import Path
 
 import numpy as np
 
+from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.checkpoint import CONFIG_NAME, Checkpoint, read_checkpoint, read_json
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.manifest import Manifest, read_manifest
-from kconvert.layouts.model import Group, read_model
+from kconvert.layouts.model import VISION, Group, read_model
 from kconvert.layouts.reader import Reader, Scratch
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism, RankSlice, model_dims, rank_slice, stacked_names
@@ -35,14 +36,17 @@ def run(
     manifest = read_manifest(output)
     checkpoint = None if source is None else read_checkpoint(source)
     groups = None if checkpoint is None else read_model(checkpoint).groups
-    result = Validation(manifest.complete, source is not None, files=len(manifest.files))
+    result = Validation(manifest.complete, source is not None, sample, len(manifest.files))
     blobs, result.findings = structure.read_blobs(output, manifest)
     result.findings += structure.check_files(output, manifest)
     if any(finding.file == CONFIG_NAME for finding in result.findings):
         return result  # the shapes that the headers should have are not known
-    result.findings += structure.check_headers(output, manifest, blobs)
-    if source is not None and checkpoint is not None:
+    dims = model_dims(read_json(output / CONFIG_NAME))
+    result.findings += structure.check_complete(manifest, dims)
+    result.findings += structure.check_headers(manifest, blobs, dims)
+    if source is not None and checkpoint is not None and groups is not None:
         result.findings += _check_small_files(output, source, checkpoint)
+        result.findings += _check_groups(manifest, blobs, groups)
     if result.findings:
         return result  # the data would be read by headers that are not to be trusted
     data = _Data(output, source, manifest, sample, result, progress)
@@ -54,8 +58,8 @@ def run(
                 for findings in pool.map(lambda check: list(check()), data.checks(here, group)):
                     result.findings += findings
     finally:
-        data.reader.close()
-    result.bytes_read = data.reader.bytes_read
+        data.close()
+    result.bytes_read = data.bytes_read
     return result
 
 
@@ -66,6 +70,17 @@ def _check_small_files(output: Path, source: Path, checkpoint: Checkpoint) -> It
             yield Finding(name, "is missing: the source has it")
         elif path.read_bytes() != (source / name).read_bytes():
             yield Finding(name, "is not the source's")
+
+
+def _check_groups(
+    manifest: Manifest, blobs: list[Blob], groups: dict[str, Group]
+) -> Iterable[Finding]:
+    """A complete output has every group of the source (the MTP layers, vision, that its config
+    does not tell of), but for vision where that was left out."""
+    there = {Path(one.path).stem for one in blobs}
+    for name in groups.keys() - there if manifest.complete else ():
+        if not (name == VISION and manifest.text_only):
+            yield Finding(f"{COMMON_FOLDER}/{name}.safetensors", "is missing: the source has it")
 
 
 def _group(groups: dict[str, Group], name: str) -> Group:
@@ -95,10 +110,18 @@ class _Data:
         self._parallelism = Parallelism(manifest.tp, manifest.ep)
         self._sample, self._result = sample, result
         self._scratch = Scratch()
-        # Blobs by their path under the output, shards by their name: a path has a slash.
-        self.reader = Reader(
-            lambda name: (output if "/" in name else source or output) / name, progress
-        )
+        self._blobs = Reader(lambda name: output / name, progress)
+        self._shards = Reader(lambda name: (source or output) / name, progress)
+
+    @property
+    def bytes_read(self) -> int:
+        """From blobs and shards."""
+        return self._blobs.bytes_read + self._shards.bytes_read
+
+    def close(self) -> None:
+        """Close all files."""
+        self._blobs.close()
+        self._shards.close()
 
     def checks(self, blobs: list[Blob], group: Group | None) -> Iterator[Check]:
         """The checks of a group's blobs, to be run at once; `group` is the source's."""
@@ -109,7 +132,15 @@ class _Data:
                 continue
             for name in one.header.tensors:
                 self._result.tensors += 1
-                yield partial(check_whole, one, name, self.reader, self._scratch, sources.get(name))
+                yield partial(
+                    check_whole,
+                    one,
+                    name,
+                    self._blobs,
+                    self._shards,
+                    self._scratch,
+                    sources.get(name),
+                )
         ranks = [
             (one, rank_slice(self._dims, self._parallelism, one.info.rank))
             for one in blobs
@@ -131,7 +162,7 @@ class _Data:
         self, owners: list[tuple[Blob, RankSlice]], group: Group | None, index: int
     ) -> Iterator[Finding]:
         expert = None if group is None else group.experts[index]
-        check = ExpertCheck(expert, self._layout, self.reader, self._scratch)
+        check = ExpertCheck(expert, self._layout, self._blobs, self._shards, self._scratch)
         for one, held in owners:
             prefix = next(iter(one.info.expert_digests)).rpartition("experts.")[0] + "experts."
             groups = self._dims.quantization.groups(held.rows)

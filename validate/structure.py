@@ -6,12 +6,13 @@ from typing import NamedTuple
 
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo
-from kconvert.layouts.checkpoint import CONFIG_NAME, INDEX_NAME, read_json
+from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, OutputError
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, FileEntry, Manifest
+from kconvert.layouts.model import OUTER, layer_name
 from kconvert.layouts.registry import layout_named
-from kconvert.layouts.sharding import ModelDims, Parallelism, model_dims, rank_slice
+from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
 from kconvert.validate.findings import Finding
 
 
@@ -25,7 +26,7 @@ class Blob(NamedTuple):
 
 def check_files(output: Path, manifest: Manifest) -> Iterator[Finding]:
     """Every file of the manifest is there with its size, small files with their digest too; and
-    no other weights are."""
+    no other weights are, unless a run has published them and was interrupted."""
     for name, entry in manifest.files.items():
         path = output / name
         if not path.is_file():
@@ -37,9 +38,29 @@ def check_files(output: Path, manifest: Manifest) -> Iterator[Finding]:
     for path in sorted(output.rglob("*.safetensors")):
         name = path.relative_to(output).as_posix()
         if name not in manifest.files and WORK_FOLDER not in path.parts:
-            yield Finding(name, f"is not in {MANIFEST_NAME}")
+            yield Finding(
+                name,
+                f"is not in {MANIFEST_NAME}: where a run was interrupted, run it again to finish",
+            )
     if (output / INDEX_NAME).exists():
         yield Finding(INDEX_NAME, "lies at the root: other engines would load this folder wrongly")
+
+
+def check_complete(manifest: Manifest, dims: ModelDims) -> Iterator[Finding]:
+    """A complete output has the blobs of every layer and rank of its config.json, and outer.
+
+    The converter's word is not taken for it: what must be there follows from the config alone.
+    """
+    if not manifest.complete:
+        return
+    layers = [layer_name(layer) for layer in range(dims.layers)]
+    expected = [f"{blob.COMMON_FOLDER}/{name}.safetensors" for name in [*layers, OUTER]]
+    for rank in range(manifest.tp):
+        folder = blob.rank_folder(rank, manifest.tp)
+        expected += [f"{folder}/{name}.safetensors" for name in layers[dims.first_moe :]]
+    for name in expected:
+        if name not in manifest.files:
+            yield Finding(name, f"is not in {MANIFEST_NAME}, which says that it is complete")
 
 
 def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Finding]]:
@@ -57,9 +78,8 @@ def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Findi
     return blobs, findings
 
 
-def check_headers(output: Path, manifest: Manifest, blobs: list[Blob]) -> Iterator[Finding]:
+def check_headers(manifest: Manifest, blobs: list[Blob], dims: ModelDims) -> Iterator[Finding]:
     """Headers are the manifest's, agree with it and with themselves, and hold the right shapes."""
-    dims = model_dims(read_json(output / CONFIG_NAME))
     for one in blobs:
         yield from _check_header(one, manifest.files[one.path], manifest, dims)
 
@@ -70,6 +90,7 @@ def _check_header(
     info = one.info
     if blob.digest(one.header.raw) != entry.digest or info.fingerprint != entry.fingerprint:
         yield Finding(one.path, "its header is not the one in the manifest")
+        return
     if (info.layout, info.tp, info.ep) != (manifest.layout, manifest.tp, manifest.ep):
         yield Finding(one.path, f"is for {info.layout} tp {info.tp} ep {info.ep}")
     if one.header.data_start % blob.PAGE:

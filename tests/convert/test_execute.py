@@ -202,7 +202,7 @@ def test_rank_folder_on_another_disk(tmp_path: Path) -> None:
         name = "layer-00001.safetensors"
         plain = tmp_path / "plain/rank-00001-of-00002" / name
         assert (disk / name).read_bytes() == plain.read_bytes()
-        assert not list((disk / ".kconvert").iterdir())
+        assert sorted(p.name for p in disk.iterdir()) == [name, name.replace("1", "2")]
     finally:
         subprocess.run(["rm", "-r", disk], check=True)
 

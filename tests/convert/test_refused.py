@@ -375,7 +375,7 @@ def test_refused(name: str, mini: Path, tmp_path: Path, kconvert) -> None:
         (["--tp", 3], ["256 rows", "3 ranks", "--tp 3 --ep", "--tp 1, --tp 2, --tp 4"]),
         (["--tp", 4, "--ep", 3], ["ep 3 does not divide tp 4", "--tp 4 --ep 1"]),
         (["--tp", 16, "--ep", 16], ["8 experts do not divide over ep 16", "--tp 16 --ep 4"]),
-        (["--tp", 0], ["at least 1"]),
+        (["--tp", 0], ["1 to 10,000"]),
         (["--layout", "awq"], ["'awq'", "marlin, w4a16"]),
         (["--layers", "7"], ["--layers 7", "0 to 2"]),
         (["--tp", 2, "--ranks", "2"], ["--ranks 2", "0 to 1"]),

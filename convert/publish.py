@@ -1,0 +1,153 @@
+"""How a file gets its final name: written whole under a temporary one, synced, renamed.
+
+What has a final name is therefore whole. One run works in an output at a time, and clears what
+earlier ones left half-done.
+"""
+
+import contextlib
+import errno
+import json
+import os
+import shutil
+import socket
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from kconvert.convert.owner import owned
+from kconvert.layouts.errors import UnavailableError
+from kconvert.layouts.manifest import WORK_FOLDER
+
+_LOG_NAME = "runs.jsonl"
+_PARTIAL = ".partial"
+
+
+@contextlib.contextmanager
+def working_in(output: Path) -> Iterator[None]:
+    """Make `output`, own it, and clear what earlier runs left half-done; the run is logged."""
+    work = output / WORK_FOLDER
+    work.mkdir(parents=True, exist_ok=True)
+    with owned(work):
+        _clear(output)
+        started, outcome = time.time(), "done"
+        try:
+            yield
+        except BaseException as error:
+            outcome = type(error).__name__
+            raise
+        finally:
+            _clear(output)
+            _log(work, started, outcome)
+
+
+def _log(work: Path, started: float, outcome: str) -> None:
+    entry = {
+        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
+        "seconds": round(time.time() - started, 3),
+        "host": socket.gethostname(),
+        "command": sys.argv,
+        "outcome": outcome,
+    }
+    # The log must not turn a finished conversion into a failed one (a full disk, say).
+    with contextlib.suppress(OSError), open(work / _LOG_NAME, "a") as file:
+        file.write(json.dumps(entry) + "\n")
+
+
+def _clear(output: Path) -> None:
+    for path in (output / WORK_FOLDER).glob(f"*{_PARTIAL}"):
+        path.unlink(missing_ok=True)
+    for work in output.glob(f"*/{WORK_FOLDER}"):
+        for path in work.glob(f"*{_PARTIAL}"):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # somebody else's files may lie there
+            work.rmdir()
+
+
+def check_space(output: Path, sizes: dict[str, int]) -> None:
+    """Raise UnavailableError unless the files `sizes` (path → bytes) fit, on each file system."""
+    for folder, needed in needed_by_device(output, sizes).items():
+        free = shutil.disk_usage(folder).free
+        if needed > free:
+            raise UnavailableError(
+                f"{folder} has {free:,} bytes free, {needed:,} are needed"
+                f" ({needed - free:,} more): free some space or choose another output."
+            )
+
+
+def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
+    """Bytes to be written on each file system, by one folder that is on it."""
+    needed: dict[int, int] = {}
+    folder_of: dict[int, Path] = {}
+    for name, size in sizes.items():
+        folder = (output / name).parent
+        while not folder.exists():
+            folder = folder.parent
+        device = folder.stat().st_dev
+        folder_of.setdefault(device, folder)
+        needed[device] = needed.get(device, 0) + size
+    return {folder_of[device]: size for device, size in needed.items()}
+
+
+def staging_path(output: Path, name: str) -> Path:
+    """The temporary name for the file `name`: in OUT/.kconvert, or in a `.kconvert` of its own
+    folder where a rename from there would cross file systems or mounts (a disk a rank)."""
+    folder = (output / name).parent
+    if not folder.is_dir():
+        folder.mkdir(parents=True)
+        _sync_folder(output)
+    work = output / WORK_FOLDER
+    if not _can_rename(work, folder):
+        work = folder / WORK_FOLDER
+        work.mkdir(exist_ok=True)
+    return work / (name.replace("/", "--") + _PARTIAL)
+
+
+def _can_rename(work: Path, folder: Path) -> bool:
+    """Whether a file can be renamed from `work` into `folder`: tried, as devices do not tell."""
+    probe, there = work / f"probe{_PARTIAL}", folder / f".kconvert-probe{_PARTIAL}"
+    probe.touch()
+    try:
+        os.rename(probe, there)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return False
+    there.unlink()
+    return True
+
+
+def publish(staged: Path, final: Path) -> None:
+    """Give a written and synced file its final name, durably."""
+    os.rename(staged, final)
+    _sync_folder(final.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(output: Path, name: str, content: bytes) -> None:
+    """Publish a small file; one that is there with the same bytes is left as it is."""
+    final = output / name
+    if final.is_file() and final.read_bytes() == content:
+        return
+    staged = staging_path(output, name)
+    with open(staged, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    publish(staged, final)
+
+
+def remove(output: Path, paths: Iterable[Path]) -> None:
+    """Delete files of `output`, and the folders that are empty then."""
+    for path in paths:
+        path.unlink()
+        if path.parent != output and not path.parent.is_symlink():
+            with contextlib.suppress(OSError):  # not empty, or a mount
+                path.parent.rmdir()
