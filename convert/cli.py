@@ -109,10 +109,8 @@ def _sentence(error: BaseException) -> str:
 @app.command()
 @explained
 def convert(
-    source: Annotated[Path, typer.Argument(parser=_folder, help="The folder of a checkpoint.")],
-    output: Annotated[
-        Path, typer.Argument(parser=_folder, help="The folder to write; resumed if it is there.")
-    ],
+    source: Annotated[Path, _argument("The folder of a checkpoint.")],
+    output: Annotated[Path, _argument("The folder to write; resumed if it is there.")],
     layout: Annotated[str, typer.Option(help="marlin or w4a16.")] = "marlin",
     tp: Annotated[int, typer.Option(help="World size: ranks, one a GPU.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallelism; divides tp.")] = 1,
@@ -147,7 +145,7 @@ def convert(
 @app.command()
 @explained
 def validate(
-    output: Annotated[Path, typer.Argument(parser=_folder, help="A converted folder.")],
+    output: Annotated[Path, _argument("A converted folder.")],
     source: Annotated[
         Path | None, typer.Option(parser=_folder, help="The checkpoint it was made from.")
     ] = None,
@@ -175,9 +173,7 @@ def validate(
 @app.command()
 @explained
 def inspect(
-    path: Annotated[
-        Path, typer.Argument(parser=_folder, help="A checkpoint or a converted folder.")
-    ],
+    path: Annotated[Path, _argument("A checkpoint or a converted folder.")],
     as_json: Json = False,
 ) -> None:
     """List what a checkpoint or a converted folder holds."""
@@ -237,9 +233,7 @@ def bench_plan(as_json: Json = False) -> None:
 @bench.command("convert")
 @explained
 def bench_convert(
-    folder: Annotated[
-        Path, typer.Argument(parser=_folder, help="Where to work; takes 20 GB for a while.")
-    ],
+    folder: Annotated[Path, _argument("Where to work; takes 20 GB for a while.")],
     pairs: Annotated[int, typer.Option(min=1, help="Conversions and copies, in turn.")] = 5,
     as_json: Json = False,
 ) -> None:

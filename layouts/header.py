@@ -161,9 +161,11 @@ def _entry(file: str, data_start: int, name: str, info: object) -> TensorEntry:
 
 
 def _naturals(values: object) -> bool:
-    """A short list of integers 0 ≤ v < 2**63; `type` because JSON's true is an int to Python."""
-    return (
-        isinstance(values, list)
-        and len(values) <= 16
-        and all(type(v) is int and 0 <= v < 1 << 63 for v in values)
-    )
+    """Whether it is a short list of integers 0 ≤ v < 2**63."""
+    if not isinstance(values, list) or len(values) > 16:
+        return False
+    # A loop, as a generator takes twice as long; `type`, as JSON's true is an int to Python.
+    for value in values:  # noqa: SIM110
+        if type(value) is not int or not 0 <= value < 1 << 63:
+            return False
+    return True

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
 from kconvert.layouts.compressed_tensors import QuantizedMatrix, quantized_matrix
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.sharding import PROJECTIONS, ModelDims, expert_base, model_dims, place
+from kconvert.layouts.sharding import PROJECTIONS, ModelDims, Place, expert_base, model_dims, place
 
 OUTER, VISION = "outer", "vision"
 
@@ -65,57 +65,63 @@ def read_model(checkpoint: Checkpoint) -> Model:
     experts: dict[str, set[int]] = defaultdict(set)
     prefixes: dict[str, str] = {}
     absent: dict[str, set[str]] = defaultdict(set)
+    here: dict[str, int] = defaultdict(int)  # tensors that are present, by group
     layers: set[int] = set()
     for name in [*checkpoint.tensors, *checkpoint.absent]:
         where = place(name)
-        group = layer_name(where.layer) if where.layer >= 0 else where.group
-        if where.layer >= 0:
-            layers.add(where.layer)
+        group = _group_of(where)
+        layers.add(where.layer)
         if where.expert >= 0:
             experts[group].add(where.expert)
             prefixes.setdefault(group, name[: name.index(".experts.") + len(".experts.")])
         if name in checkpoint.absent:
             absent[group].add(checkpoint.absent[name])
             whole.setdefault(group, [])
-        elif where.expert < 0:
+            continue
+        here[group] += 1
+        if where.expert < 0:
             whole[group].append((where.order, checkpoint.tensors[name]))
+    layers.discard(-1)  # outer and vision
     _check_layers(layers, dims)
     groups = {}
-    for group in [*map(layer_name, sorted(layers)), OUTER, VISION]:
-        if group not in whole and group not in experts:
+    for name in [*map(layer_name, sorted(layers)), OUTER, VISION]:
+        if name not in whole and name not in experts:
             continue
-        is_moe = any(layer >= dims.first_moe for layer in layer_numbers([group]))
-        _check_experts(group, experts.get(group, set()), dims.experts if is_moe else 0)
-        if absent[group]:
-            groups[group] = Group(group, (), absent=tuple(sorted(absent[group])))
+        is_moe = any(layer >= dims.first_moe for layer in layer_numbers([name]))
+        _check_experts(name, experts.get(name, set()), dims.experts if is_moe else 0)
+        if absent[name]:
+            groups[name] = Group(name, (), absent=tuple(sorted(absent[name])))
             continue
-        prefix = prefixes.get(group, "")
-        groups[group] = Group(
-            group,
-            tuple(tensor for _, tensor in sorted(whole[group], key=_reading_order)),
-            tuple(_expert(checkpoint.tensors, prefix, e, dims) for e in range(len(experts[group]))),
+        prefix = prefixes.get(name, "")
+        groups[name] = Group(
+            name,
+            tuple(tensor for _, tensor in sorted(whole[name], key=_reading_order)),
+            tuple(_expert(checkpoint.tensors, prefix, e, dims) for e in range(len(experts[name]))),
             prefix,
         )
-    _check_all_placed(checkpoint, groups.values())
+    for group in groups.values():
+        if not group.absent and len(group.whole) + 9 * len(group.experts) != here[group.name]:
+            raise _unplaced(checkpoint, group)
     return Model(dims, groups)
 
 
-def _check_all_placed(checkpoint: Checkpoint, groups: Iterable[Group]) -> None:
-    """Every present tensor is in one group, unless its group lacks other shards."""
-    placed = {tensor.name for group in groups for tensor in group.whole}
-    for group in groups:
-        placed.update(t.name for expert in group.experts for matrix in expert for t in matrix)
-    if len(placed) == len(checkpoint.tensors):
-        return
-    incomplete = {group.name for group in groups if group.absent}
-    for name in checkpoint.tensors.keys() - placed:
-        where = place(name)
-        group_name = layer_name(where.layer) if where.layer >= 0 else where.group
-        if group_name not in incomplete:
-            raise CheckpointError(
-                f"tensor {name} in {checkpoint.tensors[name].shard} is not used: another tensor has"
-                f" its place in {group_name}."
-            )
+def _unplaced(checkpoint: Checkpoint, group: Group) -> CheckpointError:
+    """The sentence on a tensor that has no place in its group, beside another of its kind."""
+    placed = {t.name for expert in group.experts for matrix in expert for t in matrix}
+    placed.update(tensor.name for tensor in group.whole)
+    name = next(
+        name
+        for name in checkpoint.tensors
+        if name not in placed and _group_of(place(name)) == group.name
+    )
+    return CheckpointError(
+        f"{checkpoint.tensors[name].shard}, tensor {name}: {group.name} has another tensor in its"
+        " place; one of the two would be lost."
+    )
+
+
+def _group_of(where: Place) -> str:
+    return layer_name(where.layer) if where.layer >= 0 else where.group
 
 
 def _reading_order(item: tuple[int, SourceTensor]) -> tuple[int, str]:

@@ -5,6 +5,8 @@ import shutil
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from kconvert.layouts.header import read_header
 
 DATA = Path(__file__).parent / "data"
@@ -68,3 +70,15 @@ def tree(folder: Path) -> dict[str, bytes]:
         for path in sorted(folder.rglob("*"))
         if path.is_file() and ".kconvert" not in path.parts
     }
+
+
+def marlin_formula(packed: np.ndarray) -> np.ndarray:
+    """word(k, n) and nibble(k, n) as the facts state them, one code at a time."""
+    rows, columns = packed.shape[0], 8 * packed.shape[1]
+    n, k = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+    code = packed.view(np.uint32)[n, k // 8] >> (4 * (k % 8)).astype(np.uint32) & 15
+    word = k // 16 * 2 * rows + 128 * (n // 64) + 16 * (n % 8) + 4 * (k % 8 // 2) + n // 16 % 4
+    nibble = k // 8 % 2 + 2 * (n // 8 % 2) + 4 * (k % 2)
+    out = np.zeros(rows * columns // 8, np.uint32)
+    np.bitwise_or.at(out, word, code << (4 * nibble).astype(np.uint32))
+    return out.view(np.int32).reshape(columns // 16, 2 * rows)

@@ -1,5 +1,6 @@
 """Carrying out: bytes read once, memory bounded, the same bytes always, resumed after anything."""
 
+import errno
 import json
 import os
 import signal
@@ -9,13 +10,13 @@ import time
 from pathlib import Path
 
 import pytest
-from kit import KIMI_MINI, copy_mini, tree
+from kit import KIMI_MINI, LAYER1, SHARD, change_json, copy_mini, load, tree, write
 
 from kconvert.convert import convert, execute
 from kconvert.convert.run import Options, prepare, run
 from kconvert.convert.writer import BlobWriter
 from kconvert.layouts.checkpoint import read_checkpoint
-from kconvert.layouts.errors import CheckpointError, KconvertError
+from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
 from kconvert.validate import validate
 
 
@@ -58,8 +59,8 @@ def test_same_bytes_from_another_folder_and_in_parts(tmp_path: Path) -> None:
     assert tree(tmp_path / "whole") == tree(tmp_path / "parts")
 
 
-def test_part_of_a_source_converts_as_part_of_the_output(tmp_path: Path) -> None:
-    """Shard by shard, each deleted after use: what one does without room for the whole."""
+def test_shard_by_shard(tmp_path: Path) -> None:
+    """Each deleted after use: what one does without room for the whole."""
     convert(KIMI_MINI, tmp_path / "whole", tp=2)
     source = copy_mini(tmp_path / "source")
     kept = {path.name: path.read_bytes() for path in source.glob("model-0000[123]*")}
@@ -69,9 +70,9 @@ def test_part_of_a_source_converts_as_part_of_the_output(tmp_path: Path) -> None
         (source / name).write_bytes(kept[name])
         assert not convert(source, tmp_path / "out", tp=2, layers=[layer]).complete
         (source / name).unlink()
-    for name, raw in kept.items():
-        (source / name).write_bytes(raw)
-    assert convert(source, tmp_path / "out", tp=2).files_written == 2  # outer and vision
+    last = convert(source, tmp_path / "out", tp=2)  # outer and vision, whose shards are here
+    assert (last.files_written, last.complete) == (2, True)
+    assert len(last.trusted) == 7  # blobs that cannot be compared, as their shards are gone
     assert tree(tmp_path / "whole") == tree(tmp_path / "out")
 
 
@@ -136,6 +137,70 @@ def test_shard_cut_while_it_is_read(tmp_path: Path) -> None:
     assert not list((tmp_path / "out/.kconvert").glob("*.partial"))
 
 
+def test_shard_rewritten_while_it_is_read(tmp_path: Path) -> None:
+    """Its blobs would bear the fingerprint of what it was before."""
+    source = copy_mini(tmp_path / "source")
+    prepared = prepare(source, tmp_path / "out", Options(tp=2))
+    shard = source / "model-00003-of-000006.safetensors"
+    raw = bytearray(shard.read_bytes())
+    raw[-3] ^= 1
+    shard.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="was changed while it was being converted"):
+        run(prepared)
+    assert not list((tmp_path / "out").rglob("layer-00002.safetensors"))
+    assert convert(source, tmp_path / "out", tp=2).complete
+    assert validate(tmp_path / "out", source).ok
+
+
+def test_index_that_points_elsewhere_is_another_source(tmp_path: Path) -> None:
+    """The same shards, but a tensor taken from the other of two copies that differ."""
+    source = copy_mini(tmp_path / "source")
+    index, name = source / "model.safetensors.index.json", f"{LAYER1}mlp.gate.weight"
+    other = "model-00003-of-000006.safetensors"
+    router = load(source / SHARD)[name]
+    twin = router._replace(data=bytes(len(router.data)))
+    write(source / other, {**load(source / other), name: twin})
+    convert(source, tmp_path / "out", tp=2)
+    change_json(index, lambda table: table["weight_map"].update({name: other}))
+    with pytest.raises(OutputError, match="made from other weights"):
+        convert(source, tmp_path / "out", tp=2)
+    convert(source, tmp_path / "out", tp=2, overwrite=True)
+    assert validate(tmp_path / "out", source).ok
+
+
+def test_mount_of_the_same_disk(tmp_path: Path, monkeypatch) -> None:
+    """A bind mount has its folder's device number, and yet no rename reaches it."""
+    real = os.rename
+
+    def rename(old: Path, new: Path) -> None:
+        if (Path(old).parent.parent == tmp_path / "out") != (Path(new).parent == tmp_path / "out"):
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV), str(old))
+        real(old, new)
+
+    monkeypatch.setattr(os, "rename", rename)
+    convert(KIMI_MINI, tmp_path / "out", tp=2)
+    monkeypatch.undo()
+    convert(KIMI_MINI, tmp_path / "plain", tp=2)
+    assert tree(tmp_path / "out") == tree(tmp_path / "plain")
+    assert not list(tmp_path.glob("out/*/.kconvert"))
+
+
+def test_output_below_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch) -> None:
+    """Only the output's own folders are synced."""
+    out = tmp_path / "closed/out"
+    out.mkdir(parents=True)
+    opened: list[str] = []
+    real = os.open
+    try:
+        os.open = lambda path, *rest, **more: (opened.append(str(path)), real(path, *rest, **more))[
+            1
+        ]
+        convert(KIMI_MINI, out, tp=2)
+    finally:
+        os.open = real
+    assert str(out) in opened and str(out.parent) not in opened
+
+
 def test_a_tensor_not_written_is_not_published(tmp_path: Path, monkeypatch) -> None:
     """The books are checked: a forgotten or doubled piece stops the run."""
     real = BlobWriter.write_expert
@@ -156,9 +221,10 @@ def test_a_tensor_not_written_is_not_published(tmp_path: Path, monkeypatch) -> N
 def test_overwrite_replaces_and_leaves_nothing_behind(tmp_path: Path) -> None:
     out = tmp_path / "out"
     convert(KIMI_MINI, out, tp=4)
-    convert(KIMI_MINI, out, tp=2, overwrite=True)
+    result = convert(KIMI_MINI, out, tp=2, overwrite=True)
     convert(KIMI_MINI, tmp_path / "fresh", tp=2)
     assert tree(out) == tree(tmp_path / "fresh")
+    assert sum(result.replaced.values()) > 4_000_000 and len(result.replaced) == 13
     assert {p.name for p in out.glob("rank-*")} == {"rank-00000-of-00002", "rank-00001-of-00002"}
 
 
@@ -185,6 +251,14 @@ def test_text_only_leaves_vision_out(tmp_path: Path) -> None:
     assert convert(KIMI_MINI, tmp_path / "out", tp=2, text_only=True).files_kept == 8
     assert json.loads((tmp_path / "out/kconvert.json").read_text())["text_only"] is False
     assert validate(tmp_path / "out", KIMI_MINI).ok
+
+
+def test_text_only_stays_complete(tmp_path: Path) -> None:
+    """A later run of a part does not take that away, nor is a part without vision `text_only`."""
+    assert convert(KIMI_MINI, tmp_path / "out", tp=2, text_only=True).complete
+    assert convert(KIMI_MINI, tmp_path / "out", tp=2, layers=[1]).complete
+    convert(KIMI_MINI, tmp_path / "part", tp=2, layers=[1])
+    assert json.loads((tmp_path / "part/kconvert.json").read_text())["text_only"] is False
 
 
 def test_rank_folder_on_another_disk(tmp_path: Path) -> None:
@@ -217,6 +291,8 @@ def test_memory_stays_within_the_stated_bound(tmp_path: Path) -> None:
         "from kconvert.convert.run import Options, prepare, run\n"
         "options = Options(tp=8, workers=2, layers=[int(n) for n in sys.argv[3].split(',')])\n"
         "prepared = prepare(sys.argv[1], sys.argv[2], options)\n"
+        "warm = Options(tp=2, workers=2)\n"
+        "run(prepare(sys.argv[4], sys.argv[2] + '-warm', warm))  # numba and the threads' own\n"
         "with PeakMemory() as memory: run(prepared)\n"
         "print(memory.peak - memory.start, memory_bound(prepared.plan, 2))\n"
     )
@@ -226,11 +302,12 @@ def test_memory_stays_within_the_stated_bound(tmp_path: Path) -> None:
     grown = []
     for layers in ("1", "1,2,3,4"):
         outcome = subprocess.run(
-            [sys.executable, "-c", code, tmp_path / "source", tmp_path / f"out{layers}", layers],
+            [sys.executable, "-c", code, tmp_path / "source", tmp_path / f"out{layers}", layers,
+             KIMI_MINI],
             capture_output=True, text=True, check=True,
         )  # fmt: skip
         used, bound = map(int, outcome.stdout.split())
         grown.append(used)
         assert bound == 2 * (24_772_632 + 3_096_576 + execute.CHUNK_BYTES)
-        assert used <= bound + 100_000_000  # numba's and the threads' own
-    assert grown[1] <= grown[0] + 20_000_000
+        assert 0.5 * bound < used <= bound + 20_000_000
+    assert grown[1] <= grown[0] + 10_000_000

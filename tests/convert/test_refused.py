@@ -292,6 +292,21 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     "a dense layer with experts": (
         in_text(first_k_dense_replace=2), ["layer-00001", "8 routed experts", "0"],
     ),
+    "a tensor under two prefixes": (
+        added(GATE.removeprefix("language_model."), Tensor("I32", (256, 32), b"\0" * 32768)),
+        [SHARD, GATE.removeprefix("language_model."), "another tensor in its place"],
+    ),
+    "unquantised expert": (
+        renamed(GATE, GATE.removesuffix("_packed")), ["gate_proj.weight:", "not quantised"],
+    ),
+    "absurd counts": (in_text(n_routed_experts=2_000_000_000), ["n_routed_experts", "10,000"]),
+    "absurd depth": (in_text(num_hidden_layers=2_000_000_000), ["num_hidden_layers", "10,000"]),
+    "a shard that is a pipe": (
+        lambda s: ((s / SHARD).unlink(), os.mkfifo(s / SHARD)), [SHARD, "missing"],
+    ),
+    "an output as the source": (
+        lambda s: (s / "kconvert.json").write_text("{}"), ["kconvert.json", "output of kconvert"],
+    ),
     "no such size": (in_text(hidden_size="256"), ["hidden_size", "'256'"]),
     "negative size": (in_text(moe_intermediate_size=-256), ["moe_intermediate_size", "-256"]),
     "other sizes": (in_text(moe_intermediate_size=512), [SHARD, GATE, "[512, 32]", "[256, 32]"]),
@@ -376,6 +391,7 @@ def test_refused(name: str, mini: Path, tmp_path: Path, kconvert) -> None:
         (["--tp", 4, "--ep", 3], ["ep 3 does not divide tp 4", "--tp 4 --ep 1"]),
         (["--tp", 16, "--ep", 16], ["8 experts do not divide over ep 16", "--tp 16 --ep 4"]),
         (["--tp", 0], ["1 to 10,000"]),
+        (["--tp", 100_000_000], ["1 to 10,000"]),
         (["--layout", "awq"], ["'awq'", "marlin, w4a16"]),
         (["--layers", "7"], ["--layers 7", "0 to 2"]),
         (["--tp", 2, "--ranks", "2"], ["--ranks 2", "0 to 1"]),
@@ -438,6 +454,41 @@ def test_small_file_that_differs_is_kept(mini: Path, tmp_path: Path, kconvert) -
     outcome = kconvert("convert", mini, out)
     assert outcome.code == 2
     assert "generation_config.json differs from the source's" in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("name", "make"),
+    [("kconvert.json", Path.mkdir), ("common/outer.safetensors", os.mkfifo),
+     ("config.json", Path.mkdir), ("common/layer-00001.safetensors", Path.mkdir)],
+)  # fmt: skip
+@pytest.mark.parametrize("options", [[], ["--overwrite"]])
+def test_odd_things_in_the_output(
+    name, make, options, mini: Path, tmp_path: Path, kconvert
+) -> None:
+    """Noticed before the first byte is written, whatever they are."""
+    out = tmp_path / "out"
+    (out / "common").mkdir(parents=True)
+    make(out / name)
+    outcome = kconvert("convert", mini, out, *options)
+    assert outcome.code == 2
+    assert name in outcome.err and "choose another output." in outcome.err
+    assert [p.name for p in out.rglob("*.safetensors")] in ([], [Path(name).name])
+
+
+def test_links_in_a_circle(mini: Path, tmp_path: Path, kconvert) -> None:
+    (tmp_path / "a").symlink_to(tmp_path / "b")
+    (tmp_path / "b").symlink_to(tmp_path / "a")
+    assert kconvert("convert", mini, tmp_path / "a").code == 3
+    assert kconvert("convert", tmp_path / "a", tmp_path / "out").code == 2
+
+
+@pytest.mark.parametrize("arguments", [("", "out"), ("source", "")])
+def test_empty_paths(arguments, tmp_path: Path, kconvert, monkeypatch) -> None:
+    """An unset variable must not mean the current folder."""
+    monkeypatch.chdir(tmp_path)
+    outcome = kconvert("convert", *arguments)
+    assert outcome.code == 2 and "it is empty" in outcome.err
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_output_that_is_a_checkpoint(mini: Path, tmp_path: Path, kconvert) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import DATA
+from kit import DATA, marlin_formula
 from safetensors import safe_open
 
 from kconvert.layouts import marlin, w4a16
@@ -26,18 +26,6 @@ def golden(name: str) -> np.ndarray:
     return tensor.numpy()
 
 
-def formula(packed: np.ndarray) -> np.ndarray:
-    """word(k, n) and nibble(k, n) as the facts state them, one code at a time."""
-    rows, columns = packed.shape[0], 8 * packed.shape[1]
-    n, k = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
-    code = packed.view(np.uint32)[n, k // 8] >> (4 * (k % 8)).astype(np.uint32) & 15
-    word = k // 16 * 2 * rows + 128 * (n // 64) + 16 * (n % 8) + 4 * (k % 8 // 2) + n // 16 % 4
-    nibble = k // 8 % 2 + 2 * (n // 8 % 2) + 4 * (k % 2)
-    out = np.zeros(rows * columns // 8, np.uint32)
-    np.bitwise_or.at(out, word, code << (4 * nibble).astype(np.uint32))
-    return out.view(np.int32).reshape(columns // 16, 2 * rows)
-
-
 def random_words(seed: int, rows: int, words: int) -> np.ndarray:
     return np.random.default_rng(seed).integers(-(1 << 31), 1 << 31, (rows, words), np.int32)
 
@@ -46,7 +34,7 @@ def random_words(seed: int, rows: int, words: int) -> np.ndarray:
 def test_repack_is_vllms(case: int) -> None:
     source, packed = golden(f"repack.{case}.weight_packed"), golden(f"repack.{case}.marlin")
     assert np.array_equal(marlin.pack_weight(source), packed)
-    assert np.array_equal(formula(source), packed)
+    assert np.array_equal(marlin_formula(source), packed)
     assert np.array_equal(marlin.unpack_weight(packed), source)
 
 
@@ -88,7 +76,7 @@ def test_single_group_scales_follow_the_single_group_formula() -> None:
 def test_pack_is_the_formula_and_unpack_its_inverse(tiles_n: int, tiles_k: int, seed: int) -> None:
     source = random_words(seed, 64 * tiles_n, 2 * tiles_k)
     packed = marlin.pack_weight(source)
-    assert np.array_equal(packed, formula(source))
+    assert np.array_equal(packed, marlin_formula(source))
     assert np.array_equal(marlin.unpack_weight(packed), source)
 
 
@@ -126,6 +114,26 @@ def test_scales_come_back(layout, tiles, groups, dtype, seed) -> None:
     out = np.empty(layout.scale_shape(n, groups), dtype)
     layout.pack_scales_into(scales, range(n), range(1, groups + 1), out, 0)
     assert np.array_equal(layout.unpermute_scales(out), scales[:, 1 : groups + 1])
+
+
+def test_other_arrays_are_refused() -> None:
+    """The kernels work by address: what they do not expect must not reach them."""
+    words = np.zeros((128, 8), np.int32)
+    for wrong in (words.astype(np.int64), words.astype(np.float32)):
+        with pytest.raises(ValueError, match="expected C-contiguous int32"):
+            marlin.pack_weight(wrong)
+        with pytest.raises(ValueError, match="expected C-contiguous int32"):
+            marlin.unpack_weight(wrong)
+    with pytest.raises(ValueError, match="33 rows"):
+        marlin.unpack_weight(np.zeros((500, 66), np.int32))
+    with pytest.raises(ValueError, match="at least"):
+        marlin.pack_weight_into(words, range(64, 192), range(64), words, 0)
+    with pytest.raises(ValueError, match="at least"):
+        marlin.pack_weight_into(words, range(64), range(64), np.zeros((4, 100), np.int32), 0)
+    with pytest.raises(ValueError, match="at least"):
+        marlin.pack_scales_into(words, range(64), range(9), np.zeros((9, 64), np.int32), 0)
+    strided = np.zeros((128, 16), np.int32)[:, ::2]
+    assert np.array_equal(marlin.pack_weight(strided), marlin.pack_weight(strided.copy()))
 
 
 @pytest.mark.parametrize(("rows", "words", "reason"), [(32, 4, "32 rows"), (64, 3, "24 columns")])

@@ -86,6 +86,11 @@ def test_a_sample(pristine: Path) -> None:
     assert checked.ok and checked.experts == 2 * 2 * 3
 
 
+def test_a_sample_does_not_claim_the_whole(pristine: Path, kconvert) -> None:
+    said = kconvert("validate", pristine, "--source", KIMI_MINI, "--sample", 2).out
+    assert "every code and scale of 2 experts a layer is the source's" in said
+
+
 @pytest.mark.parametrize("with_source", [False, True])
 def test_changed_bytes(with_source: bool, out: Path) -> None:
     tensor = f"{PREFIX}w2_weight_packed"
@@ -142,6 +147,59 @@ def test_a_changed_common_tensor(out: Path) -> None:
 
 def change_bytes(path: Path, old: bytes, new: bytes) -> None:
     path.write_bytes(path.read_bytes().replace(old, new))
+
+
+def test_a_manifest_that_forgets_a_layer(out: Path) -> None:
+    """What must be there follows from the config, not from the converter's own list."""
+    manifest = read_manifest(out)
+    files = {name: e for name, e in manifest.files.items() if "layer-00002" not in name}
+    for name in manifest.files.keys() - files.keys():
+        (out / name).unlink()
+    (out / "kconvert.json").write_bytes(encode_manifest(replace(manifest, files=files)))
+    findings = validate(out).findings
+    assert {f.file for f in findings} == manifest.files.keys() - files.keys()
+    assert all("which says that it is complete" in f.text for f in findings)
+
+
+def test_vision_that_is_forgotten(out: Path) -> None:
+    """The config does not tell of it, the source does."""
+    manifest = read_manifest(out)
+    name = "common/vision.safetensors"
+    files = {n: e for n, e in manifest.files.items() if n != name}
+    (out / name).unlink()
+    (out / "kconvert.json").write_bytes(encode_manifest(replace(manifest, files=files)))
+    assert validate(out).ok
+    assert [f.file for f in validate(out, KIMI_MINI).findings] == [name]
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [(b"expert_digests", b"expert_digestz"), (b'fingerprint\\":\\"', b'fingerprint\\":\\"zz')],
+)
+def test_rotten_metadata(old: bytes, new: bytes, out: Path, kconvert) -> None:
+    raw = (out / RANK1).read_bytes()
+    assert old in raw
+    new = new.ljust(len(old)) if len(new) < len(old) else new
+    at = raw.index(old)
+    (out / RANK1).write_bytes(raw[:at] + new + raw[at + len(new) :])
+    (finding, *_) = validate(out).findings
+    assert finding.file == RANK1 and "metadata is not readable" in finding.text
+    assert kconvert("convert", KIMI_MINI, out, "--tp", 2).code == 2
+
+
+@pytest.mark.parametrize("values", [{"tp": "2"}, {"tp": 0}, {"ep": 3}, {"files": []}])
+def test_manifest_that_makes_no_sense(values: dict, out: Path, kconvert) -> None:
+    """Its digest agrees, its values cannot be."""
+    from kconvert.layouts import manifest as module
+
+    def change(table: dict) -> None:
+        table |= values
+        del table["digest"]
+        table["digest"] = module._own_digest(table)
+
+    change_json(out / "kconvert.json", change)
+    outcome = kconvert("validate", out)
+    assert outcome.code == 2 and "is not a manifest of kconvert" in outcome.err
 
 
 def edit_manifest(out: Path) -> None:
