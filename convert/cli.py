@@ -244,6 +244,28 @@ def bench_convert(
     _print(measure(folder, pairs), as_json, text.bench_convert_text, quiet=False)
 
 
+@bench.command("moe")
+@explained
+def bench_moe(
+    shapes: Annotated[str, typer.Option(help="Of tp8, tp2, ep8.")] = "tp8,tp2,ep8",
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and routing.", min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """One K2.6 MoE layer's kernels on this GPU, against the time to only read its weights."""
+    from kconvert.convert import text
+    from kconvert.runtime import bench_moe as moe
+
+    names = shapes.split(",")
+    unknown = [name for name in names if name not in moe.SHAPES]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(moe.SHAPES)}")
+    result = moe.bench_moe(names, seed=seed, report=lambda line: print(line, file=sys.stderr))
+    if save is not None:
+        moe.save(result, save)
+    _print(result, as_json, text.bench_moe_text, quiet=False)
+
+
 def _numbers(option: str, text: str | None) -> list[int] | None:
     """0-3,60 → [0, 1, 2, 3, 60]; a usage error where it is not such a list."""
     if text is None:

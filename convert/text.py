@@ -170,6 +170,21 @@ def bench_convert_text(table: dict[str, Any]) -> str:
     )
 
 
+def bench_moe_text(table: dict[str, Any]) -> str:
+    """`bench moe` as a table: microseconds, and the floor of only reading the weights."""
+    lines = [
+        f"{table['card']}, {table['date']}",
+        "shape      M  experts       µs    TB/s  floor µs  align µs  router µs",
+    ]
+    for row in table["rows"]:
+        lines.append(
+            f"{row['shape']:<5} {row['M']:>6} {row['experts']:>8.0f} {row['us']:>8.1f}"
+            f" {row['tbps']:>7.2f} {row['floor_us']:>9.1f} {row['align_us']:>9.1f}"
+            f" {row['router_us']:>10.1f}"
+        )
+    return "\n".join(lines)
+
+
 def bench_plan_text(table: dict[str, Any]) -> str:
     """`bench plan` as a table."""
     return "\n".join(

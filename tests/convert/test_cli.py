@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from kit import KIMI_MINI, SHARD
 
 
@@ -77,6 +78,13 @@ def test_sparse_synth_takes_no_space(tmp_path: Path, kconvert) -> None:
     (shard,) = (tmp_path / "a").glob("*.safetensors")
     assert shard.stat().st_size == 9_809_047_464
     assert shard.stat().st_blocks * 512 < 2_000_000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+def test_bench_moe_without_a_gpu(kconvert) -> None:
+    outcome = kconvert("bench", "moe")
+    assert outcome.code == 3 and "needs an NVIDIA GPU" in outcome.err
+    assert kconvert("bench", "moe", "--shapes", "tp3").code == 2
 
 
 @pytest.mark.parametrize("command", ["convert", "validate", "inspect", "synth", "bench"])

@@ -1,0 +1,1 @@
+"""The engine that reads converted blobs and the kernels it is made of."""

@@ -1,0 +1,79 @@
+"""How many draft nodes are worth verifying: `--budget auto`.
+
+A round costs t_draft + t_verify(rows) and commits 1 + Σ q tokens on average, q being the path
+probabilities of the tree's nodes: the budget is the one that makes tokens a second greatest.
+Rule: CaDDTree, arXiv 2606.01813, which grows the tree while
+(1 + Σ q + next) / (t_draft + t_verify) rises.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of one target forward by its row count: straight between points, never falling.
+
+    Beyond the last point it goes on with the last slope, below the first it is flat.
+    """
+
+    rows: tuple[int, ...]  # rising
+    seconds: tuple[float, ...]  # never falling
+
+    @classmethod
+    def measured(cls, points: Iterable[tuple[int, float]]) -> "CostCurve":
+        """The curve nearest to `points` (rows, seconds) by least squares that never falls.
+
+        Noise makes measured times fall here and there; a fall would say that more rows cost less.
+        Raises ValueError without a point, for rows < 1 and for times that are not above 0.
+        """
+        by_rows: dict[int, list[float]] = {}
+        for rows, seconds in sorted(points):
+            if rows < 1 or not 0 < seconds < float("inf"):
+                raise ValueError(f"a forward of {rows} rows in {seconds} s: both must be above 0")
+            by_rows.setdefault(rows, []).append(seconds)
+        if not by_rows:
+            raise ValueError("no forward was measured")
+        # Pool adjacent violators: neighbours that fall are replaced by their mean until none do.
+        pools: list[tuple[float, int, int]] = []  # mean seconds, points, row counts
+        for seconds in by_rows.values():
+            pool = (sum(seconds) / len(seconds), len(seconds), 1)
+            while pools and pools[-1][0] > pool[0]:
+                before = pools.pop()
+                count = before[1] + pool[1]
+                mean = (before[0] * before[1] + pool[0] * pool[1]) / count
+                pool = (mean, count, before[2] + pool[2])
+            pools.append(pool)
+        level = [mean for mean, _, width in pools for _ in range(width)]
+        return cls(tuple(by_rows), tuple(level))
+
+    def __call__(self, rows: ArrayLike) -> NDArray[np.float64]:
+        """Seconds of a forward of `rows` rows (root included), in the shape of `rows`."""
+        asked = np.asarray(rows, np.float64)
+        inside = np.interp(asked, self.rows, self.seconds)
+        if len(self.rows) == 1:
+            return inside
+        slope = (self.seconds[-1] - self.seconds[-2]) / (self.rows[-1] - self.rows[-2])
+        return inside + slope * np.maximum(asked - self.rows[-1], 0)
+
+
+def auto_budget(
+    probabilities: Sequence[float] | NDArray[np.float64], curve: CostCurve, draft_seconds: float
+) -> int:
+    """The number of leading nodes to verify, 0…n; the fewest where several are equally good.
+
+    `probabilities` [n] are the path probabilities in the order of the tree's nodes, so that
+    `tree.first(budget)` is the tree to verify; `draft_seconds` is what a draft costs.
+    Where these fall and the curve bends upwards, growth is worth it up to one point and the
+    result is CaDDTree's. All prefixes are compared, because a measured curve has steps (the rows
+    of a tile cost as much as the first of them) and a seeded chain comes before likelier nodes.
+    """
+    path = np.asarray(probabilities, np.float64)
+    if not (np.isfinite(path) & (path >= 0)).all() or not 0 <= draft_seconds < float("inf"):
+        raise ValueError("path probabilities and the draft's time must be finite and not negative")
+    committed = 1 + np.concatenate([[0.0], np.cumsum(path)])
+    seconds = draft_seconds + curve(1 + np.arange(len(committed)))
+    return int(np.argmax(committed / seconds))

@@ -1,0 +1,21 @@
+"""What the runtime's tests share: golden tensors, seeded layers, and the skip without a GPU."""
+
+import pytest
+import torch
+from kit import DATA
+from safetensors.torch import load_file
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
+        return
+    skip = pytest.mark.skip(reason="no NVIDIA GPU of compute capability 9.0 or later here")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def golden() -> dict[str, torch.Tensor]:
+    """vLLM's Marlin tensors."""
+    return load_file(DATA / "marlin_cases.safetensors")

@@ -1,0 +1,116 @@
+"""Every kernel compiles for every GPU we target, with what the table says, and nothing spills.
+
+NVRTC needs no GPU for this. Registers may only go down; shared memory (dynamic included) must fit
+the GPU, which compiling alone does not prove.
+"""
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
+
+from kconvert.runtime import nvrtc
+from kconvert.runtime.bench_moe import SHAPES
+from kconvert.runtime.cuda_ops import gemm_kernels
+from kconvert.runtime.moe_shape import Gpu, schedule
+
+GPUS = {
+    "sm_90a": (Gpu("sm_90a", 228 * 1024), 232_448),
+    "sm_100a": (Gpu("sm_100a", 228 * 1024), 232_448),
+    "sm_120a": (Gpu("sm_120a", 100 * 1024), 101_376),
+}
+SMALL = {
+    "moe_align": {"EXPERTS": 384},
+    "moe_router": {"EXPERTS": 384, "TOP_K": 8},
+    "moe_combine": {"HIDDEN": 7168, "TOP_K": 8},
+    "w4a16": {},
+    "read_floor": {},
+}
+# (kernel, rows a block) -> registers at most on sm_90a, sm_100a, sm_120a
+REGISTERS = {
+    ("moe_align", 0): (31, 40, 44),
+    ("moe_router", 0): (72, 64, 67),
+    ("moe_combine", 0): (48, 47, 47),
+    ("w4a16", 0): (31, 32, 36),
+    ("read_floor", 0): (29, 28, 32),
+    ("moe_w13", 8): (96, 95, 94),
+    ("moe_w2", 8): (89, 94, 89),
+    ("moe_w13_wide", 16): (80, 106, 102),
+    ("moe_w2", 16): (100, 112, 116),
+    ("moe_w13_wide", 32): (126, 124, 0),
+    ("moe_w2", 32): (168, 161, 0),
+}
+# (shape, tokens, kernel) -> shared memory of a block in bytes on sm_90a and sm_100a, on sm_120a
+SHARED = {
+    ("tp8", 1, "moe_w13"): (45056, 45056),
+    ("tp8", 1, "moe_w2"): (59392, 59392),
+    ("tp8", 33, "moe_w13"): (45056, 45056),
+    ("tp8", 33, "moe_w2"): (39936, 39936),
+    ("tp8", 330, "moe_w13_wide"): (75776, 75776),
+    ("tp8", 330, "moe_w2"): (52224, 52224),
+    ("tp8", 1024, "moe_w13_wide"): (114688, 75776),
+    ("tp8", 1024, "moe_w2"): (76800, 52224),
+    ("tp2", 1, "moe_w13"): (45056, 45056),
+    ("tp2", 1, "moe_w2"): (71680, 71680),
+    ("tp2", 33, "moe_w13"): (45056, 45056),
+    ("tp2", 33, "moe_w2"): (52224, 52224),
+    ("tp2", 330, "moe_w13_wide"): (75776, 75776),
+    ("tp2", 330, "moe_w2"): (76800, 76800),
+    ("tp2", 1024, "moe_w13_wide"): (75776, 75776),
+    ("tp2", 1024, "moe_w2"): (76800, 76800),
+    ("ep8", 1, "moe_w13"): (45056, 45056),
+    ("ep8", 1, "moe_w2"): (88064, 88064),
+    ("ep8", 33, "moe_w13"): (45056, 45056),
+    ("ep8", 33, "moe_w2"): (68608, 68608),
+    ("ep8", 330, "moe_w13_wide"): (75776, 75776),
+    ("ep8", 330, "moe_w2"): (109568, 100352),
+    ("ep8", 1024, "moe_w13_wide"): (75776, 75776),
+    ("ep8", 1024, "moe_w2"): (109568, 100352),
+}
+
+
+def gemms(gpu: Gpu):
+    """(shape's name, tokens, kernel, macros, dynamic shared memory) of every schedule we time."""
+    for name, shape in SHAPES.items():
+        for tokens in (1, 33, 330, 1024):
+            for kernel, defines, shared, _ in gemm_kernels(shape, schedule(shape, tokens, gpu)):
+                yield name, tokens, kernel, defines, shared
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("kernel", SMALL)
+def test_small_kernels(kernel, arch):
+    found = nvrtc.resources(kernel, arch, SMALL[kernel])
+    assert found.spills == found.stack == 0
+    assert found.registers <= REGISTERS[kernel, 0][list(GPUS).index(arch)]
+    assert found.static_shared <= 8192
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_gemm_kernels(arch):
+    gpu, limit = GPUS[arch]
+    compiled = {}
+    for name, tokens, kernel, defines, shared in gemms(gpu):
+        key = kernel, *sorted(defines.items())
+        if key not in compiled:
+            compiled[key] = nvrtc.resources(kernel, arch, defines)
+        found, where = compiled[key], f"{name}, {tokens} tokens, {kernel}"
+        assert found.spills == found.stack == 0, where
+        most = REGISTERS[kernel, defines.get("BLOCK_ROWS", 8)][list(GPUS).index(arch)]
+        assert found.registers <= most, where
+        assert shared + found.static_shared <= limit, where
+        assert shared == SHARED[name, tokens, kernel][arch == "sm_120a"], where
+
+
+def test_a_kernel_that_does_not_compile_says_why():
+    with pytest.raises(Exception, match="HIDDEN"):
+        nvrtc.compile_cubin("moe_combine", "sm_90a", {"TOP_K": 8})
+
+
+def test_cubins_are_cached_by_options(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = nvrtc.cached_cubin("moe_align", "sm_90a", {"EXPERTS": 384})
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *a: pytest.fail("compiled again"))
+    assert nvrtc.cached_cubin("moe_align", "sm_90a", {"EXPERTS": 384}) == first
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *a: (b"other", ""))
+    assert nvrtc.cached_cubin("moe_align", "sm_90a", {"EXPERTS": 48}) == b"other"
+    assert nvrtc.cached_cubin("moe_align", "sm_120a", {"EXPERTS": 384}) == b"other"
