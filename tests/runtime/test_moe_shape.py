@@ -5,6 +5,7 @@ import re
 import pytest
 import torch
 
+from kconvert.layouts.errors import UnavailableError
 from kconvert.runtime import bench_moe, cuda_ops, nvrtc
 from kconvert.runtime.moe_shape import Gpu, MoeShape, schedule
 
@@ -108,7 +109,7 @@ def test_the_benchmark_says_what_it_needs():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
 def test_the_benchmark_refuses_without_a_gpu():
-    with pytest.raises(RuntimeError, match="NVIDIA GPU"):
+    with pytest.raises(UnavailableError, match="NVIDIA GPU"):
         bench_moe.bench_moe()
 
 

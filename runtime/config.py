@@ -1,0 +1,156 @@
+"""ModelConfig: the sizes and constants of K2.6's text model (DeepSeek-V3 MLA + MoE)."""
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kconvert.layouts.checkpoint import CONFIG_NAME, natural, positive, read_json, text_config
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
+
+
+@dataclass(frozen=True)
+class Yarn:
+    """YaRN's stretching of RoPE (https://arxiv.org/abs/2309.00071), as DeepSeek-V3 uses it."""
+
+    factor: float
+    original_positions: int
+    beta_fast: float
+    beta_slow: float
+    mscale: float
+    mscale_all_dim: float
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """From config.json; names are the field's. Sizes count elements."""
+
+    hidden: int
+    layers: int
+    first_moe: int  # layers below have a dense MLP
+    vocabulary: int
+    positions: int
+    heads: int
+    q_lora: int  # 0: q_proj instead of q_a, q_b
+    kv_lora: int
+    nope_dim: int
+    rope_dim: int
+    value_dim: int
+    dense_intermediate: int
+    moe_intermediate: int
+    experts: int
+    top_k: int
+    shared_experts: int
+    routed_scale: float
+    norm_topk: bool
+    norm_eps: float
+    rope_theta: float
+    yarn: Yarn | None
+    tied_head: bool
+    stop_tokens: frozenset[int]
+
+    @property
+    def softmax_scale(self) -> float:
+        """(nope + rope)^−½, times YaRN's (0.1·mscale_all_dim·ln factor + 1)² where it applies."""
+        scale = (self.nope_dim + self.rope_dim) ** -0.5
+        if self.yarn is None or not self.yarn.mscale_all_dim:
+            return scale
+        return scale * _mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
+
+    @property
+    def rope_amplitude(self) -> float:
+        """What cos and sin are multiplied with: 1 where mscale = mscale_all_dim."""
+        if self.yarn is None:
+            return 1.0
+        factor = self.yarn.factor
+        return _mscale(factor, self.yarn.mscale) / _mscale(factor, self.yarn.mscale_all_dim)
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def read_config(folder: Path) -> ModelConfig:
+    """The model of the checkpoint or output in `folder`.
+
+    Raises CheckpointError where a size is absent or senseless, UnsupportedError where the model
+    asks for what this forward pass does not do.
+    """
+    whole = read_json(folder / CONFIG_NAME)
+    config = text_config(whole)
+    _require(config, "scoring_func", "sigmoid")
+    _require(config, "topk_method", "noaux_tc")
+    _require(config, "hidden_act", "silu")
+    _require(config, "n_group", 1)
+    _require(config, "moe_layer_freq", 1)
+    _require(config, "attention_bias", False)
+    experts, top_k = positive(config, "n_routed_experts"), positive(config, "num_experts_per_tok")
+    if top_k > experts:
+        raise CheckpointError(f"{CONFIG_NAME}: {top_k} experts a token of {experts}.")
+    return ModelConfig(
+        hidden=positive(config, "hidden_size"),
+        layers=positive(config, "num_hidden_layers"),
+        first_moe=natural(config, "first_k_dense_replace", 0),
+        vocabulary=positive(config, "vocab_size"),
+        positions=positive(config, "max_position_embeddings"),
+        heads=positive(config, "num_attention_heads"),
+        q_lora=natural(config, "q_lora_rank", 0),
+        kv_lora=positive(config, "kv_lora_rank"),
+        nope_dim=positive(config, "qk_nope_head_dim"),
+        rope_dim=positive(config, "qk_rope_head_dim"),
+        value_dim=positive(config, "v_head_dim"),
+        dense_intermediate=positive(config, "intermediate_size"),
+        moe_intermediate=positive(config, "moe_intermediate_size"),
+        experts=experts,
+        top_k=top_k,
+        shared_experts=natural(config, "n_shared_experts", 0),
+        routed_scale=_real(config, "routed_scaling_factor", 1.0),
+        norm_topk=bool(config.get("norm_topk_prob", True)),
+        norm_eps=_real(config, "rms_norm_eps", 1e-6),
+        rope_theta=_real(config, "rope_theta", 10000.0),
+        yarn=_yarn(config),
+        tied_head=bool(config.get("tie_word_embeddings", False)),
+        stop_tokens=_stop_tokens(folder, whole, config),
+    )
+
+
+def _yarn(config: dict[str, Any]) -> Yarn | None:
+    table = config.get("rope_scaling")
+    if table is None:
+        return None
+    kind = table.get("type", table.get("rope_type")) if isinstance(table, dict) else table
+    if kind != "yarn":
+        raise UnsupportedError(f"{CONFIG_NAME}: rope_scaling is {kind!r}, only yarn is known.")
+    return Yarn(
+        factor=_real(table, "factor", 1.0),
+        original_positions=positive(table, "original_max_position_embeddings"),
+        beta_fast=_real(table, "beta_fast", 32.0),
+        beta_slow=_real(table, "beta_slow", 1.0),
+        mscale=_real(table, "mscale", 1.0),
+        mscale_all_dim=_real(table, "mscale_all_dim", 0.0),
+    )
+
+
+def _stop_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
+    """The union of every eos_token_id in config.json and generation_config.json."""
+    tables = list(configs)
+    if (folder / "generation_config.json").is_file():
+        tables.append(read_json(folder / "generation_config.json"))
+    found: set[int] = set()
+    for table in tables:
+        tokens = table.get("eos_token_id")
+        found.update(tokens if isinstance(tokens, list) else [] if tokens is None else [tokens])
+    return frozenset(found)
+
+
+def _real(table: dict[str, Any], key: str, default: float) -> float:
+    value = table.get(key, default)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise CheckpointError(f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number.")
+    return float(value)
+
+
+def _require(config: dict[str, Any], key: str, only: object) -> None:
+    value = config.get(key, only)
+    if value != only:
+        raise UnsupportedError(f"{CONFIG_NAME}: {key} is {value!r:.60}, only {only!r} can be run.")

@@ -1,0 +1,164 @@
+"""K2.6's text model, forward: DeepSeek-V3's MLA (absorbed) and MoE, top to bottom.
+
+Shapes: T rows, D hidden, H heads, C kv_lora, R rope, V vocabulary. Every operation is row-wise
+(`cpu_ops`), so a row's bits depend on its token, position and history alone.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kconvert.layouts.sharding import stacked_names
+from kconvert.runtime import cpu_ops as ops
+from kconvert.runtime import rope
+from kconvert.runtime.config import ModelConfig
+from kconvert.runtime.step import Step
+from kconvert.runtime.weights import Blobs
+
+Array = NDArray[np.float32]
+DTYPES = ("float32", "bfloat16")
+
+
+class Model:
+    """A target model over mapped blobs. `dtype` is what activations are rounded to; sums and
+    logits are float32 in both."""
+
+    def __init__(self, config: ModelConfig, blobs: Blobs, dtype: str = "float32") -> None:
+        self.config, self.blobs, self.dtype = config, blobs, dtype
+        self._experts: dict[tuple[int, int], tuple[Any, Any]] = {}
+
+    def new_cache(self, slots: int) -> Array:
+        """Latents and rotated keys, [layers, slots, C + R], all zero."""
+        c = self.config
+        return np.zeros((c.layers, slots, c.kv_lora + c.rope_dim), np.float32)
+
+    def forward(self, step: Step, cache: Array, taps: Sequence[int] = ()) -> tuple[Array, Array]:
+        """Run the rows of `step`, writing their latents into `cache`.
+
+        → logits float32 [T, V], and the outputs of the layers `taps` side by side [T, n·D].
+        """
+        c, get = self.config, self.blobs.get
+        table = get("model.embed_tokens.weight", (c.vocabulary, c.hidden))
+        x = ops.widen(table[step.tokens])  # [T, D]
+        tapped: list[Array] = []
+        for layer in range(c.layers):
+            base = f"model.layers.{layer}."
+            h = self._norm(x, f"{base}input_layernorm.weight", c.hidden)
+            x = self._round(x + self._attention(h, f"{base}self_attn.", step, cache[layer]))
+            h = self._norm(x, f"{base}post_attention_layernorm.weight", c.hidden)
+            mlp = self._moe(h, layer) if layer >= c.first_moe else self._dense(h, layer)
+            x = self._round(x + mlp)
+            if layer in taps:
+                tapped.append(x)
+        return self.head(self._norm(x, "model.norm.weight", c.hidden)), (
+            np.concatenate(tapped, axis=1) if tapped else np.empty((len(x), 0), np.float32)
+        )
+
+    def head(self, hidden: Array) -> Array:
+        """Logits float32 [T, V] of normed hidden rows [T, D]."""
+        c = self.config
+        name = "model.embed_tokens.weight" if c.tied_head else "lm_head.weight"
+        return ops.linear(hidden, self.blobs.get(name, (c.vocabulary, c.hidden)))
+
+    def embed(self, tokens: NDArray[np.int64]) -> Array:
+        """Embedding rows [T, D]."""
+        c = self.config
+        return ops.widen(
+            self.blobs.get("model.embed_tokens.weight", (c.vocabulary, c.hidden))[tokens]
+        )
+
+    def _attention(self, h: Array, base: str, step: Step, keys: Array) -> Array:
+        c, rows = self.config, len(h)
+        q = self._query(h, base).reshape(rows, c.heads, c.nope_dim + c.rope_dim)
+        kv = self._linear(h, f"{base}kv_a_proj_with_mqa.weight", c.kv_lora + c.rope_dim, c.hidden)
+        cos, sin = rope.tables(c, step.positions)
+        latent = self._norm(kv[:, : c.kv_lora], f"{base}kv_a_layernorm.weight", c.kv_lora)
+        k_pe = self._round(ops.rotate(kv[:, None, c.kv_lora :], cos, sin))[:, 0]
+        keys[step.slots] = np.concatenate([latent, k_pe], axis=1)
+        q_pe = self._round(ops.rotate(q[..., c.nope_dim :], cos, sin))  # [T, H, R]
+        kv_b = self.blobs.get(
+            f"{base}kv_b_proj.weight", (c.heads * (c.nope_dim + c.value_dim), c.kv_lora)
+        ).reshape(c.heads, c.nope_dim + c.value_dim, c.kv_lora)
+        q_latent = self._round(ops.absorb(q[..., : c.nope_dim], kv_b))  # [T, H, C]
+        context = ops.attend(
+            np.concatenate([q_latent, q_pe], axis=2), keys,
+            step.prefix, step.windows, step.counts, c.softmax_scale, c.kv_lora,
+        )  # [T, H, C]  # fmt: skip
+        values = self._round(ops.expand(self._round(context), kv_b, c.nope_dim))  # [T, H, v]
+        width = c.heads * c.value_dim
+        return self._linear(values.reshape(rows, width), f"{base}o_proj.weight", c.hidden, width)
+
+    def _query(self, h: Array, base: str) -> Array:
+        c = self.config
+        width = c.heads * (c.nope_dim + c.rope_dim)
+        if not c.q_lora:
+            return self._linear(h, f"{base}q_proj.weight", width, c.hidden)
+        low = self._linear(h, f"{base}q_a_proj.weight", c.q_lora, c.hidden)
+        low = self._norm(low, f"{base}q_a_layernorm.weight", c.q_lora)
+        return self._linear(low, f"{base}q_b_proj.weight", width, c.q_lora)
+
+    def _dense(self, h: Array, layer: int) -> Array:
+        return self._mlp(h, f"model.layers.{layer}.mlp.", self.config.dense_intermediate)
+
+    def _mlp(self, h: Array, base: str, size: int) -> Array:
+        hidden = self.config.hidden
+        gate = self._linear(h, f"{base}gate_proj.weight", size, hidden)
+        up = self._linear(h, f"{base}up_proj.weight", size, hidden)
+        act = self._round(ops.silu_mul(gate, up))
+        return self._linear(act, f"{base}down_proj.weight", hidden, size)
+
+    def _moe(self, h: Array, layer: int) -> Array:
+        c, base = self.config, f"model.layers.{layer}.mlp."
+        gate = self.blobs.get(f"{base}gate.weight", (c.experts, c.hidden))
+        bias = self.blobs.get(f"{base}gate.e_score_correction_bias", (c.experts,))
+        ids, weights = ops.route(
+            ops.linear(h, gate), ops.widen(bias), c.top_k, c.norm_topk, c.routed_scale
+        )
+        y = np.zeros((*ids.shape, c.hidden), np.float32)  # [T, top_k, D]
+        for expert in np.unique(ids):
+            rows, slots = np.nonzero(ids == expert)
+            w13, w2 = self._expert(layer, int(expert))
+            gate_up = ops.linear(h[rows], w13)  # [rows, 2N]
+            half = gate_up.shape[1] // 2
+            act = ops.silu_mul(gate_up[:, :half].copy(), gate_up[:, half:].copy())
+            y[rows, slots] = ops.linear(self._round(act), w2)
+        routed = self._round(ops.add_slots(y, weights))
+        if not c.shared_experts:
+            return routed
+        shared = self._mlp(h, f"{base}shared_experts.", c.moe_intermediate * c.shared_experts)
+        return self._round(routed + shared)
+
+    def _expert(self, layer: int, expert: int) -> tuple[Any, Any]:
+        """An expert's w13 [2N, D] and w2 [D, N], dequantised once: float32 exactly, or the bits
+        of bf16((nibble − 8) · scale)."""
+        key = layer, expert
+        if key not in self._experts:
+            names = stacked_names(f"model.layers.{layer}.mlp.experts.")
+            parts = [np.ascontiguousarray(self.blobs.stacked(name)[expert]) for name in names]
+            self._experts[key] = (
+                self._dequantise(parts[0], parts[1]),
+                self._dequantise(parts[2], parts[3]),
+            )
+        return self._experts[key]
+
+    def _dequantise(self, packed: NDArray[np.int32], scale: NDArray[Any]) -> Any:
+        layout = self.blobs.layout
+        words = layout.unpack_weight(packed).view(np.uint32)  # [N, K/8]
+        scales = ops.widen(layout.unpermute_scales(scale))  # [N, K/g]
+        nibbles = words[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)
+        codes = nibbles.reshape(len(words), -1).astype(np.float32) - 8
+        values = codes * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
+        if self.dtype == "float32":
+            return values
+        return (ops.round_bf16(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+
+    def _linear(self, x: Array, name: str, n: int, k: int) -> Array:
+        return self._round(ops.linear(np.ascontiguousarray(x), self.blobs.get(name, (n, k))))
+
+    def _norm(self, x: Array, name: str, size: int) -> Array:
+        return self._round(ops.rms_norm(x, self.blobs.get(name, (size,)), self.config.norm_eps))
+
+    def _round(self, x: Array) -> Array:
+        return x if self.dtype == "float32" else ops.round_bf16(x)
