@@ -42,7 +42,7 @@ class Model:
         c, get = self.config, self.blobs.get
         table = get("model.embed_tokens.weight", (c.vocabulary, c.hidden))
         x = ops.widen(table[step.tokens])  # [T, D]
-        tapped: list[Array] = []
+        tapped: dict[int, Array] = {}
         for layer in range(c.layers):
             base = f"model.layers.{layer}."
             h = self._norm(x, f"{base}input_layernorm.weight", c.hidden)
@@ -51,9 +51,9 @@ class Model:
             mlp = self._moe(h, layer) if layer >= c.first_moe else self._dense(h, layer)
             x = self._round(x + mlp)
             if layer in taps:
-                tapped.append(x)
+                tapped[layer] = x
         return self.head(self._norm(x, "model.norm.weight", c.hidden)), (
-            np.concatenate(tapped, axis=1) if tapped else np.empty((len(x), 0), np.float32)
+            np.concatenate([np.empty((len(x), 0), np.float32), *(tapped[i] for i in taps)], axis=1)
         )
 
     def head(self, hidden: Array) -> Array:

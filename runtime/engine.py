@@ -1,0 +1,301 @@
+"""The engine: one generate loop over one verify step, in three modes.
+
+`ar` runs the newest token alone; `chain` and `ddtree` run a drafted chain or tree below it, and
+commit the path that the target's own choices follow. All give the same tokens, and the same
+float32 logit bits at every committed position, by DESIGN.md's exactness rule.
+"""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kconvert.layouts.errors import UnsupportedError
+from kconvert.runtime.budget import CostCurve, auto_budget
+from kconvert.runtime.config import read_config
+from kconvert.runtime.cpu_ops import REACH
+from kconvert.runtime.ddtree import Tree, build_tree, chain, top_k, walk
+from kconvert.runtime.drafter import Drafter
+from kconvert.runtime.drafter_config import TargetDims
+from kconvert.runtime.model import DTYPES, Model
+from kconvert.runtime.sampling import pick
+from kconvert.runtime.step import drafted, sequence
+from kconvert.runtime.weights import Blobs
+
+MODES = ("ar", "chain", "ddtree")
+PREFILL_ROWS = 64
+AUTO = "auto"
+_AUTO_MOST = 64
+_NO_TREE = Tree(
+    np.empty(0, np.int64), np.empty(0, np.int64), np.array([-1]), np.empty(0, np.float64)
+)
+
+
+@dataclass
+class Generation:
+    """What `generate` made. `accepted[i]` tokens were committed by target forward i (the first is
+    the prompt's, which commits one); `parts` are seconds by what they were spent on."""
+
+    tokens: list[int] = field(default_factory=list)
+    accepted: list[int] = field(default_factory=list)
+    logits: list[NDArray[np.float32]] = field(default_factory=list, repr=False)
+    target_forwards: int = 0
+    drafter_forwards: int = 0
+    seconds: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def committed_per_forward(self) -> float:
+        """Tokens a decode forward, bonus token included."""
+        rest = self.accepted[1:]
+        return sum(rest) / len(rest) if rest else 0.0
+
+
+class Engine:
+    """A converted model, ready to generate. `Engine.open` makes one."""
+
+    def __init__(self, model: Model, drafter: Drafter | None) -> None:
+        self.model, self.drafter = model, drafter
+        self._costs: CostCurve | None = None
+
+    @classmethod
+    def open(
+        cls,
+        blobs: str | Path,
+        drafter: str | Path | None = None,
+        dtype: str = "float32",
+        rank: int = 0,
+    ) -> "Engine":
+        """Map the converted folder `blobs` and read the DFlash `drafter`, on the CPU.
+
+        Raises a KconvertError: no finished output, a part, another rank, a changed blob, a drafter
+        for another target.
+        """
+        folder = Path(blobs)
+        if dtype not in DTYPES:
+            raise UnsupportedError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+        mapped = Blobs(folder, rank)
+        if mapped.manifest.tp != 1:
+            raise UnsupportedError(
+                f"{folder} was converted for {mapped.manifest.tp} ranks, this engine runs one:"
+                " convert with --tp 1."
+            )
+        config = read_config(folder)
+        opened = None
+        if drafter is not None:
+            target = TargetDims(config.hidden, config.vocabulary, config.layers)
+            kind = torch.float32 if dtype == "float32" else torch.bfloat16
+            opened = Drafter.open(Path(drafter), target, kind)
+            if opened.config.block > REACH:
+                raise UnsupportedError(f"the drafter's block_size is above {REACH}.")
+        return cls(Model(config, mapped, dtype), opened)
+
+    def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
+        """float32 [T, V] at every position of a text."""
+        tokens = self._checked(token_ids, 0)
+        cache = self.model.new_cache(len(tokens))
+        rows = [
+            self.model.forward(sequence(tokens[i : i + PREFILL_ROWS], i), cache)[0]
+            for i in range(0, len(tokens), PREFILL_ROWS)
+        ]
+        return np.concatenate(rows)
+
+    def generate(
+        self,
+        token_ids: Sequence[int],
+        max_new_tokens: int,
+        mode: str = "ar",
+        budget: int | str = _AUTO_MOST,
+        temperature: float = 0.0,
+        seed: int = 0,
+        *,
+        chain_seed: bool = True,
+        keep_logits: bool = False,
+        on_tokens: Callable[[list[int]], None] = lambda _: None,
+    ) -> Generation:
+        """Continue `token_ids` by `max_new_tokens` tokens, or up to a stop token (which is kept).
+
+        `budget`: nodes of a draft, or "auto"; `on_tokens` is told tokens as they are committed.
+        Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
+        CheckpointError where logits are not finite.
+        """
+        prompt = self._checked(token_ids, max_new_tokens)
+        self._check_mode(mode, budget, temperature)
+        result = Generation()
+        start = time.perf_counter()
+        clock = _Clock(result.parts)
+        draft = _Drafting(self, mode, budget, chain_seed, clock) if mode != "ar" else None
+        slots = len(prompt) + max_new_tokens + (_AUTO_MOST if budget == AUTO else int(budget)) + 1
+        choose = _Choice(temperature, seed)
+        for tokens, logits in self._rounds(prompt, slots, choose, draft, clock):
+            result.target_forwards += 1
+            room = max_new_tokens - len(result.tokens)
+            ended = next(
+                (i + 1 for i, t in enumerate(tokens) if t in self.model.config.stop_tokens), room
+            )
+            tokens = tokens[: min(room, ended)]
+            result.tokens += tokens
+            result.accepted.append(len(tokens))
+            if keep_logits:
+                result.logits += list(logits[: len(tokens)])
+            on_tokens(tokens)
+            if len(tokens) == room or tokens[-1] in self.model.config.stop_tokens:
+                break
+        result.drafter_forwards = draft.forwards if draft else 0
+        result.seconds = time.perf_counter() - start
+        return result
+
+    def _rounds(
+        self,
+        prompt: NDArray[np.int64],
+        slots: int,
+        choose: "_Choice",
+        draft: "_Drafting | None",
+        clock: "_Clock",
+    ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
+        """Committed tokens and the logits each was chosen from, a target forward at a time."""
+        model, taps = self.model, draft.taps if draft else ()
+        cache = model.new_cache(slots)
+        for begin in range(0, len(prompt), PREFILL_ROWS):
+            part = prompt[begin : begin + PREFILL_ROWS]
+            logits, features = model.forward(sequence(part, begin), cache, taps)
+            if draft:
+                draft.commit(features)
+        clock("prefill")
+        start = len(prompt)  # positions below are committed
+        token = int(choose(logits[-1:], np.array([start]))[0])
+        yield [token], logits[-1:]
+        while True:
+            clock("host")
+            tree = draft(token, start) if draft else _NO_TREE
+            step = drafted(token, tree, start)
+            clock("tree")
+            logits, features = model.forward(step, cache, taps)
+            clock("verify")
+            chosen = choose(logits, step.positions + 1)
+            accepted, token = walk(tree, chosen)
+            tokens = [*tree.token_ids[np.array(accepted[1:], int) - 1].tolist(), token]
+            self._compact(cache, start, accepted)
+            start += len(accepted)
+            clock("walk")
+            if draft:
+                draft.commit(features[accepted])
+            yield tokens, logits[accepted]
+
+    def _compact(self, cache: NDArray[np.float32], start: int, accepted: list[int]) -> None:
+        """Move the accepted nodes' latents to their positions' slots; the rest is free again."""
+        cache[:, start : start + len(accepted)] = cache[:, start + np.array(accepted)]
+
+    def costs(self) -> CostCurve:
+        """Seconds of a verify step by its rows, measured once on this machine and model."""
+        if self._costs is None:
+            start = 2 * REACH
+            cache = self.model.new_cache(start + _AUTO_MOST + 1)
+            points = []
+            for rows in (1, 2, 4, 8, 16, 32, _AUTO_MOST + 1):
+                step = sequence(np.zeros(rows, np.int64), start)
+                self.model.forward(step, cache)  # touches weights, compiles
+                for _ in range(3):
+                    begin = time.perf_counter()
+                    self.model.forward(step, cache)
+                    points.append((rows, time.perf_counter() - begin))
+            self._costs = CostCurve.measured(points)
+        return self._costs
+
+    def _checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:
+        config, tokens = self.model.config, np.array(token_ids, np.int64)
+        if len(tokens) == 0:
+            raise UnsupportedError("the prompt is empty: give at least one token.")
+        wrong = tokens[(tokens < 0) | (tokens >= config.vocabulary)]
+        if len(wrong):
+            raise UnsupportedError(
+                f"token id {wrong[0]} is out of range: the vocabulary is 0 to"
+                f" {config.vocabulary - 1}."
+            )
+        if more < 0 or len(tokens) + more > config.positions:
+            raise UnsupportedError(
+                f"{len(tokens)} prompt tokens and {more} new ones do not fit the model's"
+                f" {config.positions} positions."
+            )
+        return tokens
+
+    def _check_mode(self, mode: str, budget: int | str, temperature: float) -> None:
+        if mode not in MODES:
+            raise UnsupportedError(f"mode {mode!r} is none of {', '.join(MODES)}.")
+        if mode != "ar" and self.drafter is None:
+            raise UnsupportedError(f"mode {mode} needs a drafter: give its folder.")
+        if budget != AUTO and (not isinstance(budget, int) or budget < 0):
+            raise UnsupportedError(f"budget {budget!r} is neither {AUTO!r} nor a number from 0 on.")
+        if not 0 <= temperature < float("inf"):
+            raise UnsupportedError(f"temperature {temperature} is not a number from 0 on.")
+
+
+class _Choice:
+    """`pick` with its temperature and seed."""
+
+    def __init__(self, temperature: float, seed: int) -> None:
+        self._temperature, self._seed = temperature, seed
+
+    def __call__(
+        self, logits: NDArray[np.float32], positions: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        return pick(logits, positions, self._temperature, self._seed)
+
+
+class _Drafting:
+    """The drafter's side of a generation: its context, and a tree below each newest token."""
+
+    def __init__(
+        self, engine: Engine, mode: str, budget: int | str, chain_seed: bool, clock: "_Clock"
+    ) -> None:
+        assert engine.drafter is not None
+        self._model, self._drafter = engine.model, engine.drafter
+        self._mode, self._budget, self._chain_seed, self._clock = mode, budget, chain_seed, clock
+        self._costs = engine.costs() if budget == AUTO else None
+        self._draft_seconds = 0.0
+        self.taps = engine.drafter.config.target_layer_ids
+        self.forwards = 0
+        self._drafter.reset()
+
+    def commit(self, features: NDArray[np.float32]) -> None:
+        """Newly committed rows' outputs of the target layers, in order."""
+        self._drafter.extend(torch.from_numpy(features))
+        self._clock("draft")
+
+    def __call__(self, token: int, start: int) -> Tree:
+        """The tree below `token` at position `start`."""
+        begin = time.perf_counter()
+        logits = self._drafter.draft(token, start, self._embed, self._head)
+        self._draft_seconds = time.perf_counter() - begin
+        self.forwards += 1
+        self._clock("draft")
+        most = _AUTO_MOST if self._costs else int(self._budget)
+        ids, logprobs = top_k(logits, most)
+        if self._mode == "chain":
+            return chain(ids, logprobs, most)
+        tree = build_tree(ids, logprobs, most, self._chain_seed)
+        if self._costs is None:
+            return tree
+        return tree.first(auto_budget(np.exp(tree.path_logprobs), self._costs, self._draft_seconds))
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._model.embed(ids.numpy()))
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._model.head(hidden.float().contiguous().numpy()))
+
+
+class _Clock:
+    """Adds the seconds since its last call to a named part."""
+
+    def __init__(self, parts: dict[str, float]) -> None:
+        self._parts, self._last = parts, time.perf_counter()
+
+    def __call__(self, part: str) -> None:
+        now = time.perf_counter()
+        self._parts[part] = self._parts.get(part, 0.0) + now - self._last
+        self._last = now

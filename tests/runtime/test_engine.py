@@ -1,0 +1,252 @@
+"""The promise: chain and ddtree give what ar gives, bit for bit, whatever is drafted."""
+
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from kit import KIMI_MINI
+
+from kconvert.convert import convert
+from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.runtime.engine import Engine, Generation
+
+PROMPT = np.random.default_rng(5).integers(0, 256, 70).tolist()
+NEW = 60  # with the prompt past the first split of the attention
+
+
+class ScriptedDrafter:
+    """Knows what will come, and errs: often the right token is only its second choice, sometimes
+    it is far down, so that trees of every budget commit more and less than chains."""
+
+    def __init__(self, text: list[int], vocabulary: int, seed: int = 1) -> None:
+        self.config = SimpleNamespace(block=8, target_layer_ids=(1,))
+        self._text, self._vocabulary, self._seed = text, vocabulary, seed
+        self.length = 0
+
+    def reset(self) -> None:
+        self.length = 0
+
+    def extend(self, features: torch.Tensor) -> None:
+        assert torch.isfinite(features).all()
+        self.length += len(features)
+
+    def draft(self, anchor: int, position: int, embed, head) -> torch.Tensor:
+        assert position == self.length and anchor == self._text[position]
+        assert torch.isfinite(head(embed(torch.tensor([anchor])))).all()
+        rng = np.random.default_rng([self._seed, position])
+        logits = rng.normal(size=(7, self._vocabulary)).astype(np.float32)
+        for depth in range(7):
+            if position + 1 + depth < len(self._text):
+                logits[depth, self._text[position + 1 + depth]] += rng.choice([0, 4, 9])
+        return torch.from_numpy(logits)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory) -> dict[str, Path]:
+    root = tmp_path_factory.mktemp("blobs")
+    for layout in ("marlin", "w4a16"):
+        convert(KIMI_MINI, root / layout, layout=layout)
+    return {layout: root / layout for layout in ("marlin", "w4a16")}
+
+
+@pytest.fixture(scope="module")
+def engines(folders) -> dict[tuple[str, str], Engine]:
+    return {
+        (layout, dtype): Engine.open(folder, dtype=dtype)
+        for layout, folder in folders.items()
+        for dtype in ("float32", "bfloat16")
+    }
+
+
+@pytest.fixture
+def poisoned(monkeypatch) -> None:
+    """After every step, what was drafted and not accepted is NaN, as is all that is free."""
+    real = Engine._compact
+
+    def compact(self, cache, start, accepted):
+        real(self, cache, start, accepted)
+        cache[:, start + len(accepted) :] = np.nan
+
+    monkeypatch.setattr(Engine, "_compact", compact)
+
+
+def bits(generation: Generation) -> np.ndarray:
+    return np.stack(generation.logits).view(np.uint32)
+
+
+def speculate(engine: Engine, truth: Generation, **options: object) -> Generation:
+    vocabulary = engine.model.config.vocabulary
+    engine.drafter = ScriptedDrafter(PROMPT + truth.tokens, vocabulary)
+    try:
+        return engine.generate(PROMPT, NEW, keep_logits=True, **options)
+    finally:
+        engine.drafter = None
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+def test_every_mode_gives_the_bits_of_ar(dtype, temperature, engines, poisoned) -> None:
+    engine = engines["marlin", dtype]
+    sampled = {"temperature": temperature, "seed": 11}
+    truth = engine.generate(PROMPT, NEW, keep_logits=True, **sampled)
+    assert len(truth.tokens) == NEW and truth.target_forwards == NEW
+    rates = {}
+    for mode, budgets in (("chain", (0, 1, 4, 7)), ("ddtree", (0, 1, 4, 7, 16, 33, 64))):
+        for budget in budgets:
+            made = speculate(
+                engine, truth, mode=mode, budget=budget, chain_seed=budget != 33, **sampled
+            )
+            assert made.tokens == truth.tokens, (mode, budget)
+            assert np.array_equal(bits(made), bits(truth)), (mode, budget)
+            assert sum(made.accepted) == NEW
+            if budget == 0:
+                assert made.target_forwards == NEW
+            rates[mode, budget] = made.committed_per_forward
+    assert min(rates["ddtree", 64], rates["chain", 7]) > 1.3  # drafts were accepted, and rejected
+    assert max(rates.values()) < 8
+
+
+@pytest.mark.parametrize("layout", ["marlin", "w4a16"])
+def test_layouts_agree(layout, engines, poisoned) -> None:
+    """Both layouts hold the same codes, so both give the same bits."""
+    truth = engines["marlin", "float32"].generate(PROMPT, NEW, keep_logits=True)
+    made = speculate(engines[layout, "float32"], truth, mode="ddtree", budget=16)
+    assert np.array_equal(bits(made), bits(truth))
+
+
+def test_auto_budget_changes_the_trees_and_not_the_tokens(engines, poisoned) -> None:
+    engine = engines["marlin", "float32"]
+    truth = engine.generate(PROMPT, NEW, keep_logits=True)
+    made = speculate(engine, truth, mode="ddtree", budget="auto")
+    assert np.array_equal(bits(made), bits(truth))
+
+
+def test_rows_do_not_depend_on_what_else_is_in_a_step(engines) -> None:
+    """All at once and one by one: the same bits, past two splits of the attention."""
+    for dtype in ("float32", "bfloat16"):
+        engine = engines["marlin", dtype]
+        tokens = np.random.default_rng(3).integers(0, 512, 170).tolist()
+        whole = engine.logits(tokens)
+        truth = engine.generate(tokens[:1], 0)
+        assert truth.tokens == []
+        from kconvert.runtime.step import sequence
+
+        cache = engine.model.new_cache(170)
+        for i, token in enumerate(tokens):
+            row = engine.model.forward(sequence(np.array([token]), i), cache)[0]
+            assert np.array_equal(row[0].view(np.uint32), whole[i].view(np.uint32)), i
+
+
+def test_logits_are_transformers(engines) -> None:
+    """Against DeepseekV3ForCausalLM with dequantised weights, in float32."""
+    import json
+
+    from kit import load
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    config = json.loads((KIMI_MINI / "config.json").read_text())["text_config"]
+    for key in ("quantization_config", "model_type", "architectures"):
+        config.pop(key)
+    reference = DeepseekV3ForCausalLM(
+        DeepseekV3Config(**config, attn_implementation="eager")
+    ).float()
+    weights: dict[str, torch.Tensor] = {}
+    for path in sorted(KIMI_MINI.glob("*.safetensors")):
+        tensors = load(path)
+        for name, tensor in tensors.items():
+            if not name.startswith("language_model.") or name.endswith(("_scale", "_shape")):
+                continue
+            kind = {"BF16": torch.bfloat16, "F32": torch.float32, "I32": torch.int32}[tensor.dtype]
+            value = torch.frombuffer(bytearray(tensor.data), dtype=kind).reshape(tensor.shape)
+            if name.endswith("_packed"):
+                scale = tensors[name.replace("_packed", "_scale")]
+                scales = torch.frombuffer(bytearray(scale.data), dtype=torch.bfloat16)
+                codes = (value[:, :, None] >> torch.arange(0, 32, 4) & 15) - 8
+                value = codes.reshape(len(value), -1).float()
+                value *= scales.reshape(scale.shape).float().repeat_interleave(32, 1)
+            weights[name.removeprefix("language_model.").removesuffix("_packed")] = value.float()
+    for layer in (1, 2):
+        base = f"model.layers.{layer}.mlp.experts."
+        parts = {
+            p: torch.stack([weights.pop(f"{base}{e}.{p}_proj.weight") for e in range(8)])
+            for p in ("gate", "up", "down")
+        }
+        weights[f"{base}gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], dim=1)
+        weights[f"{base}down_proj"] = parts["down"]
+    reference.load_state_dict(weights)
+    tokens = np.random.default_rng(0).integers(0, 512, 150).tolist()
+    with torch.no_grad():
+        expected = reference(torch.tensor([tokens])).logits[0].numpy()
+    found = engines["marlin", "float32"].logits(tokens)
+    assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+    assert np.array_equal(found.argmax(1), expected.argmax(1))
+
+
+def test_stop_tokens_and_streaming(engines, monkeypatch) -> None:
+    engine = engines["marlin", "float32"]
+    truth = engine.generate(PROMPT, NEW)
+    stop = truth.tokens[20]
+    first = truth.tokens.index(stop)
+    config = replace(engine.model.config, stop_tokens=frozenset([stop]))
+    monkeypatch.setattr(engine.model, "config", config)
+    streamed: list[int] = []
+    made = speculate(engine, truth, mode="ddtree", budget=16, on_tokens=streamed.extend)
+    assert made.tokens == streamed == truth.tokens[: first + 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (([], 1), "prompt is empty"),
+        (([512], 1), "token id 512 is out of range"),
+        (([-1], 1), "token id -1 is out of range"),
+        (([1], 262_144), "262144 positions"),
+        (([1], 1, "tree"), "mode 'tree' is none of ar, chain, ddtree"),
+        (([1], 1, "chain"), "needs a drafter"),
+        (([1], 1, "ar", -1), "budget -1"),
+        (([1], 1, "ar", 1, -0.5), "temperature -0.5"),
+    ],
+)
+def test_refused(arguments, words: str, engines) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        engines["marlin", "float32"].generate(*arguments)
+
+
+def test_blobs_that_cannot_be_run(folders, tmp_path: Path) -> None:
+    import shutil
+
+    convert(KIMI_MINI, tmp_path / "two", tp=2)
+    with pytest.raises(UnsupportedError, match="converted for 2 ranks"):
+        Engine.open(tmp_path / "two")
+    with pytest.raises(UnsupportedError, match="rank 1"):
+        Engine.open(folders["marlin"], rank=1)
+    convert(KIMI_MINI, tmp_path / "part", layers=[1])
+    with pytest.raises(UnsupportedError, match="holds a part"):
+        Engine.open(tmp_path / "part")
+    with pytest.raises(KconvertError, match=r"has no kconvert\.json"):
+        Engine.open(KIMI_MINI)
+    out = Path(shutil.copytree(folders["marlin"], tmp_path / "out"))
+    (out / "common/layer-00001.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="is missing or was changed"):
+        Engine.open(out)
+
+
+def test_logits_that_are_not_finite(engines, monkeypatch) -> None:
+    engine = engines["marlin", "float32"]
+    monkeypatch.setattr(
+        engine.model, "head", lambda hidden: np.full((len(hidden), 512), np.nan, np.float32)
+    )
+    with pytest.raises(CheckpointError, match="position 2 are not finite"):
+        engine.generate([1, 2], 4)
+
+
+def test_opening_maps_and_does_not_read(folders) -> None:
+    """Weights are views of the mapped files."""
+    blobs = Engine.open(folders["marlin"]).model.blobs
+    tensor = blobs.get("model.embed_tokens.weight", (512, 256))
+    while not isinstance(tensor, np.memmap):
+        tensor = tensor.base
+    assert tensor.mode == "r"
