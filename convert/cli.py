@@ -210,6 +210,61 @@ def synth(
     _print(table, as_json, text.synth_text, quiet)
 
 
+@app.command("smoke-generate")
+@explained
+def smoke_generate(
+    output: Annotated[Path, _argument("A folder converted with --tp 1.")],
+    drafter: Annotated[
+        Path | None, typer.Option(parser=_folder, help="The folder of a DFlash drafter.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Or token ids: 1,2,3.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a chat message.")] = False,
+    mode: Annotated[str | None, typer.Option(help="ar, chain or ddtree.")] = None,
+    budget: Annotated[str, typer.Option(help="Nodes of a draft, or auto.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="At most so many.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    chain_seed: Annotated[bool, typer.Option(help="Always draft the likeliest chain.")] = True,
+    check_exact: Annotated[
+        bool, typer.Option("--check-exact", help="Compare every logit's bits with ar's.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Generate on the CPU, and say how fast and how exact.
+
+    Exits with 1 where --check-exact finds a difference.
+    """
+    from kconvert.convert import text
+    from kconvert.runtime.smoke import Request, smoke
+
+    if (prompt is None) == (tokens is None):
+        raise typer.BadParameter("give either --prompt or --tokens")
+    ids = None if tokens is None else _ids(tokens)
+    if budget != "auto" and not budget.isdecimal():
+        raise typer.BadParameter(f"{budget!r} is neither auto nor a number", param_hint="--budget")
+    request = Request(
+        prompt, ids, chat, mode or ("ddtree" if drafter else "ar"),
+        budget if budget == "auto" else int(budget),
+        max_new_tokens, temperature, seed, chain_seed, check_exact,
+    )  # fmt: skip
+    write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
+    table = smoke(output, drafter, dtype, request, write)
+    _print(table, as_json, text.smoke_text, quiet=False)
+    if table["differs"] is not None:
+        raise typer.Exit(1)
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r} is not a list like 1,2,3", param_hint="--tokens"
+        ) from None
+
+
 @bench.command("repack")
 @explained
 def bench_repack(as_json: Json = False) -> None:

@@ -129,6 +129,24 @@ def validation_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def smoke_text(table: dict[str, Any]) -> str:
+    """How a generation went; its text was printed as it came."""
+    speedup = table["speedup_over_ar"]
+    lines = [
+        "",
+        f"{table['mode']}, budget {table['budget']}: {len(table['tokens'])} tokens,"
+        f" {table['tokens_per_second']:.1f} tokens/s, {table['target_forwards']} target forwards,"
+        f" {table['committed_per_forward']:.2f} committed a forward"
+        + (f", {speedup:.2f} × ar" if speedup else ""),
+    ]
+    if table["checked"]:
+        lines.append(
+            "exact: every token and logit bit is ar's" if table["differs"] is None
+            else f"NOT EXACT: position {table['differs']} is the first that differs from ar"
+        )  # fmt: skip
+    return "\n".join(lines)
+
+
 def synth_text(table: dict[str, Any]) -> str:
     """What was made up."""
     shards = table["shards"]

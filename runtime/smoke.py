@@ -1,0 +1,98 @@
+"""`kconvert smoke-generate`: generate once, compare with `ar`, say how it went."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from kconvert.layouts.errors import CheckpointError
+from kconvert.runtime.engine import Engine, Generation
+from kconvert.runtime.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is to be generated; the command line's options by the same names."""
+
+    prompt: str | None
+    tokens: list[int] | None
+    chat: bool
+    mode: str
+    budget: int | str
+    max_new_tokens: int
+    temperature: float
+    seed: int
+    chain_seed: bool
+    check_exact: bool
+
+
+def smoke(
+    output: Path, drafter: Path | None, dtype: str, request: Request, write: Callable[[str], object]
+) -> dict[str, Any]:
+    """Generate, `write` text as it comes, and report.
+
+    The report's `differs` is the first position where text or logit bits are not those of `ar`
+    (null where none is, or where it was not asked for). Raises what `Engine` does.
+    """
+    engine = Engine.open(output, drafter, dtype)
+    tokenizer = None if request.tokens is not None else Tokenizer(output)
+    if tokenizer is not None and tokenizer.vocabulary > engine.model.config.vocabulary:
+        raise CheckpointError(
+            f"the tokenizer has {tokenizer.vocabulary} tokens, the model"
+            f" {engine.model.config.vocabulary}: they do not belong together."
+        )
+    prompt = _prompt(tokenizer, request)
+    stream = tokenizer.printer(write) if tokenizer else lambda t: write(f"{t}\n") and None
+
+    def generate(mode: str, tell: Callable[[list[int]], None]) -> Generation:
+        return engine.generate(
+            prompt, request.max_new_tokens, mode, request.budget, request.temperature,
+            request.seed, chain_seed=request.chain_seed, keep_logits=request.check_exact,
+            on_tokens=tell,
+        )  # fmt: skip
+
+    if request.max_new_tokens > 1:
+        engine.generate(prompt[:1], 2, request.mode, request.budget)  # compiles, maps, warms
+    made = generate(request.mode, stream)
+    plain = made if request.mode == "ar" else generate("ar", lambda _: None)
+    return {
+        "mode": request.mode,
+        "budget": request.budget,
+        "prompt_tokens": len(prompt),
+        "tokens": made.tokens,
+        "text": tokenizer.decode(made.tokens) if tokenizer else None,
+        "seconds": made.seconds,
+        "tokens_per_second": _rate(made),
+        "target_forwards": made.target_forwards,
+        "drafter_forwards": made.drafter_forwards,
+        "committed_per_forward": made.committed_per_forward,
+        "speedup_over_ar": _rate(made) / _rate(plain) if _rate(plain) else None,
+        "parts": made.parts,
+        "checked": request.check_exact,
+        "differs": first_difference(made, plain, len(prompt)) if request.check_exact else None,
+    }
+
+
+def _prompt(tokenizer: Tokenizer | None, request: Request) -> list[int]:
+    if tokenizer is None:
+        return request.tokens or []
+    text = request.prompt or ""
+    return tokenizer.chat(text) if request.chat else tokenizer.encode(text)
+
+
+def _rate(made: Generation) -> float:
+    """Tokens a second of decoding: the prompt's forward and its token do not count."""
+    seconds = made.seconds - made.parts.get("prefill", 0.0)
+    return (len(made.tokens) - 1) / seconds if seconds > 0 and len(made.tokens) > 1 else 0.0
+
+
+def first_difference(made: Generation, plain: Generation, start: int) -> int | None:
+    """The first position whose token or float32 logit bits differ."""
+    pairs = zip(made.tokens, plain.tokens, made.logits, plain.logits, strict=False)
+    for i, (token, other, logits, others) in enumerate(pairs):
+        if token != other or not np.array_equal(logits.view(np.uint32), others.view(np.uint32)):
+            return start + i
+    same = len(made.tokens) == len(plain.tokens)
+    return None if same else start + min(len(made.tokens), len(plain.tokens))
