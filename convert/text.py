@@ -203,6 +203,40 @@ def bench_moe_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bench_decode_text(table: dict[str, Any]) -> str:
+    """`bench decode` as a table."""
+    lines = [
+        f"{table['prompts']} prompts × {table['new_tokens']} tokens, {table['dtype']}",
+        "mode    budget  tokens/s   × ar  forwards  fewer by  committed  draft  tree  verify  walk",
+    ]
+    for row in table["rows"]:
+        share = row["share"]
+        lines.append(
+            f"{row['mode']:<7} {row['budget']:>6} {row['tokens_per_second']:>9.1f}"
+            f" {row['speedup']:>6.2f} {row['target_forwards']:>9} {row['forwards_saved']:>9.2f}"
+            f" {row['committed_per_forward']:>10.2f} {share.get('draft', 0):>6.0%}"
+            f" {share.get('tree', 0):>5.1%} {share.get('verify', 0):>7.0%}"
+            f" {share.get('walk', 0):>5.1%}"
+        )
+    return "\n".join(lines)
+
+
+def bench_exact_text(table: dict[str, Any]) -> str:
+    """`bench exact` in a line, or a line a difference."""
+    tokens = sum(row["tokens"] for row in table["rows"])
+    if table["exact"]:
+        return (
+            f"exact: {tokens:,} tokens in {len(table['rows'])} configurations,"
+            f" {table['prompts']} prompts, every logit bit is ar's"
+        )
+    return "\n".join(
+        f"NOT EXACT: {row['layout']} {row['dtype']} T {row['temperature']} {row['mode']}"
+        f" {row['budget']}, prompt {prompt}: position {place}"
+        for row in table["rows"]
+        for prompt, place in row["differ"].items()
+    )
+
+
 def bench_plan_text(table: dict[str, Any]) -> str:
     """`bench plan` as a table."""
     return "\n".join(

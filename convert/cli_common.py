@@ -1,0 +1,124 @@
+"""What all commands share: errors → exit codes in one table, option types, output."""
+
+import errno
+import functools
+import json
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, ParamSpec
+
+import typer
+
+from kconvert.layouts.errors import KconvertError, UnavailableError
+
+P = ParamSpec("P")
+
+# The first class that fits decides. 1 is for checks that found a difference.
+EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
+    (KeyboardInterrupt, 130),
+    (UnavailableError, 3),
+    (KconvertError, 2),
+    (OSError, 3),
+    (MemoryError, 3),
+)
+_ADVICE = {
+    errno.ENOSPC: "free some space and run the same command again: it resumes",
+    errno.EDQUOT: "your quota is used up; free some space and run the same command again",
+    errno.EEXIST: "something stands where a new file or folder is needed; choose another path",
+    errno.EACCES: "check the permissions, or choose another folder",
+    errno.EPERM: "check the permissions, or choose another folder",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EIO: "the device reports a fault; check it before you run the same command again",
+    errno.ENOTDIR: "a file stands where a folder is needed; choose another path",
+    errno.EISDIR: "a folder stands where a file is needed; choose another path",
+    errno.EMFILE: "raise the limit of open files (ulimit -n)",
+}
+
+
+def folder(text: str) -> Path:
+    """A path; not the current folder where an unset variable left nothing."""
+    if not text:
+        raise typer.BadParameter("it is empty")
+    return Path(text)
+
+
+def folder_argument(text: str) -> Any:
+    return typer.Argument(parser=folder, metavar="FOLDER", help=text)
+
+
+Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
+Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if not given.")]
+Layers = Annotated[str | None, typer.Option(help="Only these layers: 0-3,60.")]
+
+
+def explained(command: Callable[P, None]) -> Callable[P, None]:
+    """Turn the expected failures of a command into one sentence on stderr and an exit code."""
+
+    @functools.wraps(command)
+    def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        try:
+            command(*args, **kwargs)
+        except tuple(kind for kind, _ in EXIT_CODES) as error:
+            print(f"kconvert: {_sentence(error)}", file=sys.stderr)
+            code = next(code for kind, code in EXIT_CODES if isinstance(error, kind))
+            raise typer.Exit(code) from None
+
+    return run
+
+
+def _sentence(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        resume = f"; to resume: {shlex.join(['kconvert', *sys.argv[1:]])}"
+        return "interrupted" + (resume if sys.argv[1:2] == ["convert"] else "")
+    if isinstance(error, OSError) and not isinstance(error, KconvertError):
+        where = f"{error.filename}: " if error.filename else ""
+        advice = _ADVICE.get(error.errno or 0)
+        return f"{where}{error.strerror or error}" + (f": {advice}." if advice else ".")
+    return str(error) or type(error).__name__
+
+
+def numbers(option: str, text: str | None) -> list[int] | None:
+    """0-3,60 → [0, 1, 2, 3, 60]; a usage error where it is not such a list."""
+    if text is None:
+        return None
+    try:
+        spans = [part.split("-") for part in text.split(",")]
+        if any(len(span) > 2 or not all(n.isdecimal() for n in span) for span in spans):
+            raise ValueError
+        bounds = [(int(span[0]), int(span[-1])) for span in spans]
+        if any(last < first or last > 99_999 for first, last in bounds):
+            raise ValueError
+    except ValueError:
+        raise typer.BadParameter(f"{text!r} is not a list like 0-3,60", param_hint=option) from None
+    return sorted({n for first, last in bounds for n in range(first, last + 1)})
+
+
+def show(
+    table: dict[str, Any], as_json: bool, to_text: Callable[[dict[str, Any]], str], quiet: bool
+) -> None:
+    if as_json:
+        print(json.dumps(table))
+    elif not quiet:
+        print(to_text(table))
+
+
+@contextmanager
+def progress_bar(
+    what: str, total: int | None, quiet: bool, done: int = 0
+) -> Iterator[Callable[[int], None]]:
+    """A bar in bytes with rate and time left, on stderr where that is a terminal."""
+    from tqdm import tqdm
+
+    disable = True if quiet else None
+    with tqdm(
+        desc=what, total=total, initial=done, unit="B", unit_scale=True, disable=disable
+    ) as bar:
+        yield lambda count: bar.update(count) and None
+
+
+def to_stderr(line: str) -> None:
+    print(line, file=sys.stderr)

@@ -1,0 +1,143 @@
+"""`kconvert bench decode` and `bench exact`: the three modes side by side on one prompt set."""
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from kconvert.layouts.checkpoint import read_json
+from kconvert.layouts.errors import UnsupportedError
+from kconvert.runtime.engine import Engine, Generation
+from kconvert.runtime.smoke import first_difference
+
+BUDGETS = (1, 4, 7, 16, 33, 64)
+BLOCK_DRAFTS = 7  # a chain of a DFlash block of 8
+Report = Callable[[str], None]
+
+
+def read_prompts(path: Path, count: int | None) -> list[list[int]]:
+    """The first `count` prompts of a file {"prompts": [{"tokens": [ids…], …}, …]}."""
+    prompts = read_json(path).get("prompts")
+    try:
+        tokens = [[int(token) for token in prompt["tokens"]] for prompt in prompts or []]
+    except (KeyError, TypeError, ValueError):
+        tokens = []
+    if not tokens:
+        raise UnsupportedError(f'{path} is not {{"prompts": [{{"tokens": [1, 2, …]}}, …]}}.')
+    return tokens[:count]
+
+
+def configurations(budgets: Sequence[int]) -> list[tuple[str, int]]:
+    """(mode, budget): chains are never longer than a block."""
+    chains = [("chain", budget) for budget in budgets if budget <= BLOCK_DRAFTS]
+    return [*chains, *(("ddtree", budget) for budget in budgets)]
+
+
+def bench_exact(
+    outputs: Sequence[Path],
+    drafter: Path,
+    prompts: list[list[int]],
+    new_tokens: int,
+    report: Report,
+    temperatures: Sequence[float] = (0.0, 0.8),
+    dtypes: Sequence[str] = ("float32", "bfloat16"),
+) -> dict[str, Any]:
+    """Every mode and budget against `ar`, by the float32 bits of every committed logit.
+
+    A row an output, dtype, temperature, mode and budget: tokens compared, and the prompts that
+    differ with their first differing position (there should be none).
+    """
+    rows = []
+    for output in outputs:
+        for dtype in dtypes:
+            engine = Engine.open(output, drafter, dtype)
+            for temperature in temperatures:
+                rows += _exact_rows(engine, prompts, new_tokens, temperature, report)
+    return {
+        "bench": "exact",
+        "date": time.strftime("%Y-%m-%d"),
+        "prompts": len(prompts),
+        "new_tokens": new_tokens,
+        "exact": not any(row["differ"] for row in rows),
+        "rows": rows,
+    }
+
+
+def _exact_rows(
+    engine: Engine, prompts: list[list[int]], new_tokens: int, temperature: float, report: Report
+) -> list[dict[str, Any]]:
+    kinds = configurations(BUDGETS)
+    rows = [
+        {
+            "layout": engine.model.blobs.layout.NAME, "dtype": engine.model.dtype,
+            "temperature": temperature, "mode": mode, "budget": budget, "tokens": 0,
+            "target_forwards": 0, "ar_forwards": 0, "differ": {},
+        }
+        for mode, budget in kinds
+    ]  # fmt: skip
+    for index, prompt in enumerate(prompts):
+        options: dict[str, Any] = {"temperature": temperature, "seed": index, "keep_logits": True}
+        truth = engine.generate(prompt, new_tokens, **options)
+        for row in rows:
+            made = engine.generate(prompt, new_tokens, row["mode"], row["budget"], **options)
+            place = first_difference(made, truth, len(prompt))
+            if place is not None:
+                row["differ"][index] = place
+            row["tokens"] += len(made.tokens)
+            row["target_forwards"] += made.target_forwards
+            row["ar_forwards"] += truth.target_forwards
+    for row in rows:
+        report(json.dumps(row))
+    return rows
+
+
+def bench_decode(
+    output: Path,
+    drafter: Path,
+    prompts: list[list[int]],
+    new_tokens: int,
+    dtype: str,
+    report: Report,
+) -> dict[str, Any]:
+    """Tokens a second, target forwards and committed tokens a forward of `ar`, chains and trees
+    of several budgets and of the budget `auto`, and what each step's time goes to."""
+    engine = Engine.open(output, drafter, dtype)
+    engine.generate(prompts[0], 4, "ddtree", BUDGETS[-1])  # compiles, maps, warms
+    engine.costs()
+    rows: list[dict[str, Any]] = []
+    for mode, budget in [("ar", 0), *configurations(BUDGETS), ("ddtree", "auto")]:
+        made = [engine.generate(prompt, new_tokens, mode, budget) for prompt in prompts]
+        rows.append({"mode": mode, "budget": budget, **_summary(made)})
+        report(json.dumps(rows[-1]))
+    plain = rows[0]
+    for row in rows:
+        row["forwards_saved"] = plain["target_forwards"] / row["target_forwards"]
+        row["speedup"] = row["tokens_per_second"] / plain["tokens_per_second"]
+    return {
+        "bench": "decode",
+        "date": time.strftime("%Y-%m-%d"),
+        "dtype": dtype,
+        "prompts": len(prompts),
+        "new_tokens": new_tokens,
+        "rows": rows,
+    }
+
+
+def _summary(made: list[Generation]) -> dict[str, Any]:
+    """Sums over prompts; the prompts' own forwards and time are left out."""
+    parts: dict[str, float] = {}
+    for generation in made:
+        for name, seconds in generation.parts.items():
+            parts[name] = parts.get(name, 0.0) + seconds
+    prefill = parts.pop("prefill", 0.0)
+    seconds = sum(generation.seconds for generation in made) - prefill
+    tokens = sum(len(generation.tokens) - 1 for generation in made)
+    forwards = sum(generation.target_forwards - 1 for generation in made)
+    return {
+        "tokens": tokens,
+        "target_forwards": forwards,
+        "committed_per_forward": tokens / forwards if forwards else 0.0,
+        "tokens_per_second": tokens / seconds,
+        "share": {name: part / seconds for name, part in sorted(parts.items())},
+    }
