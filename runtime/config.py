@@ -7,18 +7,7 @@ from typing import Any
 
 from kconvert.layouts.checkpoint import CONFIG_NAME, natural, positive, read_json, text_config
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN's stretching of RoPE (https://arxiv.org/abs/2309.00071), as DeepSeek-V3 uses it."""
-
-    factor: float
-    original_positions: int
-    beta_fast: float
-    beta_slow: float
-    mscale: float
-    mscale_all_dim: float
+from kconvert.runtime.rope import Yarn, mscale
 
 
 @dataclass(frozen=True)
@@ -46,28 +35,9 @@ class ModelConfig:
     norm_eps: float
     rope_theta: float
     yarn: Yarn | None
+    softmax_scale: float
     tied_head: bool
     stop_tokens: frozenset[int]
-
-    @property
-    def softmax_scale(self) -> float:
-        """(nope + rope)^−½, times YaRN's (0.1·mscale_all_dim·ln factor + 1)² where it applies."""
-        scale = (self.nope_dim + self.rope_dim) ** -0.5
-        if self.yarn is None or not self.yarn.mscale_all_dim:
-            return scale
-        return scale * _mscale(self.yarn.factor, self.yarn.mscale_all_dim) ** 2
-
-    @property
-    def rope_amplitude(self) -> float:
-        """What cos and sin are multiplied with: 1 where mscale = mscale_all_dim."""
-        if self.yarn is None:
-            return 1.0
-        factor = self.yarn.factor
-        return _mscale(factor, self.yarn.mscale) / _mscale(factor, self.yarn.mscale_all_dim)
-
-
-def _mscale(factor: float, mscale: float) -> float:
-    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1 else 1.0
 
 
 def read_config(folder: Path) -> ModelConfig:
@@ -84,6 +54,8 @@ def read_config(folder: Path) -> ModelConfig:
     _require(config, "n_group", 1)
     _require(config, "moe_layer_freq", 1)
     _require(config, "attention_bias", False)
+    yarn, sharpening = _yarn(config)
+    nope, rope = positive(config, "qk_nope_head_dim"), positive(config, "qk_rope_head_dim")
     experts, top_k = positive(config, "n_routed_experts"), positive(config, "num_experts_per_tok")
     if top_k > experts:
         raise CheckpointError(f"{CONFIG_NAME}: {top_k} experts a token of {experts}.")
@@ -96,8 +68,8 @@ def read_config(folder: Path) -> ModelConfig:
         heads=positive(config, "num_attention_heads"),
         q_lora=natural(config, "q_lora_rank", 0),
         kv_lora=positive(config, "kv_lora_rank"),
-        nope_dim=positive(config, "qk_nope_head_dim"),
-        rope_dim=positive(config, "qk_rope_head_dim"),
+        nope_dim=nope,
+        rope_dim=rope,
         value_dim=positive(config, "v_head_dim"),
         dense_intermediate=positive(config, "intermediate_size"),
         moe_intermediate=positive(config, "moe_intermediate_size"),
@@ -108,27 +80,32 @@ def read_config(folder: Path) -> ModelConfig:
         norm_topk=bool(config.get("norm_topk_prob", True)),
         norm_eps=_real(config, "rms_norm_eps", 1e-6),
         rope_theta=_real(config, "rope_theta", 10000.0),
-        yarn=_yarn(config),
+        yarn=yarn,
+        softmax_scale=(nope + rope) ** -0.5 * sharpening,
         tied_head=bool(config.get("tie_word_embeddings", False)),
         stop_tokens=_stop_tokens(folder, whole, config),
     )
 
 
-def _yarn(config: dict[str, Any]) -> Yarn | None:
+def _yarn(config: dict[str, Any]) -> tuple[Yarn | None, float]:
+    """YaRN and what it multiplies the softmax scale with: mscale(mscale_all_dim)², as DeepSeek-V3
+    does. Where mscale = mscale_all_dim, as in Kimi's configs, cosines and sines stay as they are.
+    """
     table = config.get("rope_scaling")
     if table is None:
-        return None
+        return None, 1.0
     kind = table.get("type", table.get("rope_type")) if isinstance(table, dict) else table
     if kind != "yarn":
         raise UnsupportedError(f"{CONFIG_NAME}: rope_scaling is {kind!r}, only yarn is known.")
-    return Yarn(
-        factor=_real(table, "factor", 1.0),
-        original_positions=positive(table, "original_max_position_embeddings"),
-        beta_fast=_real(table, "beta_fast", 32.0),
-        beta_slow=_real(table, "beta_slow", 1.0),
-        mscale=_real(table, "mscale", 1.0),
-        mscale_all_dim=_real(table, "mscale_all_dim", 0.0),
+    factor, all_dim = _real(table, "factor", 1.0), _real(table, "mscale_all_dim", 0.0)
+    yarn = Yarn(
+        factor,
+        positive(table, "original_max_position_embeddings"),
+        _real(table, "beta_fast", 32.0),
+        _real(table, "beta_slow", 1.0),
+        mscale(factor, _real(table, "mscale", 1.0)) / mscale(factor, all_dim),
     )
+    return yarn, mscale(factor, all_dim) ** 2
 
 
 def _stop_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:

@@ -6,7 +6,6 @@ whose embedding and head are the target's. It decides only how many drafts are a
 which tokens are committed, so its rows need not be independent of each other.
 """
 
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Self
@@ -23,6 +22,7 @@ from kconvert.layouts.checkpoint import (
 )
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.runtime.drafter_config import WEIGHT_DTYPES, DrafterConfig, TargetDims
+from kconvert.runtime.rope import frequencies
 
 TableOrCall = Tensor | Callable[[Tensor], Tensor]
 Rope = tuple[Tensor, Tensor]  # cosines, sines
@@ -193,28 +193,14 @@ class Drafter:
             self._keys = [functional.pad(keys, more) for keys in self._keys]
             self._values = [functional.pad(values, more) for values in self._values]
         positions = torch.arange(self._length, end, device=self._frequencies.device)
-        factor = self.config.yarn.attention_factor if self.config.yarn else 1.0
+        factor = self.config.yarn.amplitude if self.config.yarn else 1.0
         return rope_tables(self._frequencies, positions, factor)
 
 
 def rope_frequencies(config: DrafterConfig) -> Tensor:
     """float32 [head_dim/2]: radians a position, from fast to slow; of YaRN where it is set."""
-    dim, theta, yarn = config.head_dim, config.rope_theta, config.yarn
-    frequencies = 1 / theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)
-    if yarn is None:
-        return frequencies
-
-    def pair_that_turns(times: float) -> float:
-        """Which pair turns so many times over the positions trained on; a fraction between."""
-        return dim * math.log(yarn.original_positions / (times * math.tau)) / (2 * math.log(theta))
-
-    low, high = pair_that_turns(yarn.beta_fast), pair_that_turns(yarn.beta_slow)
-    if yarn.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, dim - 1)
-    ramp = (torch.arange(dim // 2) - low) / (high - low if high != low else 0.001)
-    slow = ramp.clamp(0, 1)  # fast pairs stay, slow ones are stretched
-    return frequencies / yarn.factor * slow + frequencies * (1 - slow)
+    radians = frequencies(config.head_dim, config.rope_theta, config.yarn)
+    return torch.from_numpy(radians).float()
 
 
 def rope_tables(frequencies: Tensor, positions: Tensor, factor: float) -> Rope:

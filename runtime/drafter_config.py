@@ -16,6 +16,7 @@ from kconvert.layouts.checkpoint import (
     read_json,
 )
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.runtime.rope import Yarn, mscale
 
 ARCHITECTURE = "DFlashDraftModel"
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
@@ -38,18 +39,6 @@ class TargetDims(NamedTuple):
     hidden: int
     vocabulary: int
     layers: int
-
-
-@dataclass(frozen=True)
-class Yarn:
-    """YaRN, arXiv 2309.00071: rotary frequencies for longer texts than trained on."""
-
-    factor: float
-    original_positions: int
-    beta_fast: float
-    beta_slow: float
-    truncate: bool
-    attention_factor: float  # both cosine and sine are multiplied by it
 
 
 @dataclass(frozen=True)
@@ -291,7 +280,6 @@ def _yarn(config: dict[str, Any], attention_factor: float | None) -> Yarn | None
     if kind != "yarn":
         raise UnsupportedError(f"{CONFIG_NAME}: rope_type is {kind!r:.60}, only 'yarn' can be run.")
     factor = _number(rope, "factor")
-    growth = 0.1 * math.log(factor) if factor > 1 else 0.0
     # transformers' rule: mscale ÷ mscale_all_dim where both are given, or else as if 1 ÷ nothing.
     over, under = 1.0, 0.0
     if rope.get("mscale") and rope.get("mscale_all_dim"):
@@ -304,7 +292,5 @@ def _yarn(config: dict[str, Any], attention_factor: float | None) -> Yarn | None
         beta_fast=_number(rope, "beta_fast", 32.0),
         beta_slow=_number(rope, "beta_slow", 1.0),
         truncate=_flag(rope, "truncate", True) is not False,
-        attention_factor=_number(
-            rope, "attention_factor", (1 + over * growth) / (1 + under * growth)
-        ),
+        amplitude=_number(rope, "attention_factor", mscale(factor, over) / mscale(factor, under)),
     )

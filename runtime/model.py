@@ -73,7 +73,7 @@ class Model:
         c, rows = self.config, len(h)
         q = self._query(h, base).reshape(rows, c.heads, c.nope_dim + c.rope_dim)
         kv = self._linear(h, f"{base}kv_a_proj_with_mqa.weight", c.kv_lora + c.rope_dim, c.hidden)
-        cos, sin = rope.tables(c, step.positions)
+        cos, sin = rope.tables(c.rope_dim, c.rope_theta, c.yarn, step.positions)
         latent = self._norm(kv[:, : c.kv_lora], f"{base}kv_a_layernorm.weight", c.kv_lora)
         k_pe = self._round(ops.rotate(kv[:, None, c.kv_lora :], cos, sin))[:, 0]
         keys[step.slots] = np.concatenate([latent, k_pe], axis=1)
