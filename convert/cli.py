@@ -152,7 +152,7 @@ def synth(
 @app.command("smoke-generate")
 @explained
 def smoke_generate(
-    output: Annotated[Path, folder_argument("A folder converted with --tp 1.")],
+    output: Annotated[Path, folder_argument("A converted folder.")],
     drafter: Annotated[
         Path | None, typer.Option(parser=folder, help="The folder of a DFlash drafter.")
     ] = None,
@@ -173,6 +173,8 @@ def smoke_generate(
 ) -> None:
     """Generate on the CPU, and say how fast and how exact.
 
+    A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert smoke-generate …
+
     Exits with 1 where --check-exact finds a difference.
     """
     from kconvert.convert import text
@@ -190,7 +192,8 @@ def smoke_generate(
     )  # fmt: skip
     write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
     table = smoke(output, drafter, dtype, request, write)
-    show(table, as_json, text.smoke_text, quiet=False)
+    if table["rank"] == 0:
+        show(table, as_json, text.smoke_text, quiet=False)
     if table["differs"] is not None:
         raise typer.Exit(1)
 

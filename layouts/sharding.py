@@ -154,13 +154,18 @@ def model_dims(whole_config: dict[str, Any]) -> ModelDims:
 
 def rank_slice(dims: ModelDims, parallelism: Parallelism, rank: int) -> RankSlice:
     """What `rank` holds: ep_rank = rank div moe_tp of the experts, rank mod moe_tp of the rows."""
-    ep_rank, moe_tp_rank = divmod(rank, parallelism.moe_tp)
-    experts = dims.experts // parallelism.ep
+    moe_tp_rank = rank % parallelism.moe_tp
     rows = dims.intermediate // parallelism.moe_tp
     return RankSlice(
-        range(ep_rank * experts, (ep_rank + 1) * experts),
+        rank_experts(dims.experts, parallelism, rank),
         range(moe_tp_rank * rows, (moe_tp_rank + 1) * rows),
     )
+
+
+def rank_experts(experts: int, parallelism: Parallelism, rank: int) -> range:
+    """The routed experts of which `rank` holds a part."""
+    ep_rank, part = rank // parallelism.moe_tp, experts // parallelism.ep
+    return range(ep_rank * part, (ep_rank + 1) * part)
 
 
 def check_parallelism(

@@ -22,6 +22,7 @@ from kconvert.runtime.ddtree import Tree, build_tree, chain, top_k, walk
 from kconvert.runtime.drafter import Drafter
 from kconvert.runtime.drafter_config import TargetDims
 from kconvert.runtime.model import DTYPES, Model
+from kconvert.runtime.ranks import Ranks
 from kconvert.runtime.sampling import pick
 from kconvert.runtime.step import drafted, sequence
 from kconvert.runtime.weights import Blobs
@@ -68,22 +69,19 @@ class Engine:
         blobs: str | Path,
         drafter: str | Path | None = None,
         dtype: str = "float32",
-        rank: int = 0,
+        ranks: Ranks | None = None,
     ) -> "Engine":
         """Map the converted folder `blobs` and read the DFlash `drafter`, on the CPU.
 
-        Raises a KconvertError: no finished output, a part, another rank, a changed blob, a drafter
-        for another target.
+        `ranks`: this process and the others (`ranks_from_environment`); alone if not given. Every
+        rank makes the same calls. Raises a KconvertError: no finished output, a part, another
+        number of ranks, a changed blob, a drafter for another target.
         """
         folder = Path(blobs)
         if dtype not in DTYPES:
             raise UnsupportedError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
-        mapped = Blobs(folder, rank)
-        if mapped.manifest.tp != 1:
-            raise UnsupportedError(
-                f"{folder} was converted for {mapped.manifest.tp} ranks, this engine runs one:"
-                " convert with --tp 1."
-            )
+        ranks = ranks or Ranks()
+        mapped = Blobs(folder, ranks)
         config = read_config(folder)
         opened = None
         if drafter is not None:
@@ -92,7 +90,7 @@ class Engine:
             opened = Drafter.open(Path(drafter), target, kind)
             if opened.config.block > REACH:
                 raise UnsupportedError(f"the drafter's block_size is above {REACH}.")
-        return cls(Model(config, mapped, dtype), opened)
+        return cls(Model(config, mapped, ranks, dtype), opened)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """float32 [T, V] at every position of a text."""
@@ -171,7 +169,8 @@ class Engine:
         yield [token], logits[-1:]
         while True:
             clock("host")
-            tree = draft(token, start) if draft else _NO_TREE
+            # Rank 0's draft is everybody's: a budget may follow a clock.
+            tree = model.ranks.from_first(draft(token, start)) if draft else _NO_TREE
             step = drafted(token, tree, start)
             clock("tree")
             logits, features = model.forward(step, cache, taps)

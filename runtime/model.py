@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.sharding import stacked_names
+from kconvert.layouts.sharding import Parallelism, rank_experts, stacked_names
 from kconvert.runtime import cpu_ops as ops
 from kconvert.runtime import rope
 from kconvert.runtime.config import ModelConfig
+from kconvert.runtime.ranks import Ranks
 from kconvert.runtime.step import Step
 from kconvert.runtime.weights import Blobs
 
@@ -22,11 +23,21 @@ DTYPES = ("float32", "bfloat16")
 
 
 class Model:
-    """A target model over mapped blobs. `dtype` is what activations are rounded to; sums and
-    logits are float32 in both."""
+    """A target model over mapped blobs, or a rank's part of it. `dtype` is what activations are
+    rounded to; sums and logits are float32 in both.
 
-    def __init__(self, config: ModelConfig, blobs: Blobs, dtype: str = "float32") -> None:
-        self.config, self.blobs, self.dtype = config, blobs, dtype
+    Each rank has some heads, some of every MLP's intermediate rows, some experts' slices and some
+    rows of the head; the rest is replicated. Raises UnsupportedError where that does not divide.
+    """
+
+    def __init__(
+        self, config: ModelConfig, blobs: Blobs, ranks: Ranks, dtype: str = "float32"
+    ) -> None:
+        self.config, self.blobs, self.ranks, self.dtype = config, blobs, ranks, dtype
+        self._heads = ranks.slice("heads", config.heads)
+        self._vocabulary = ranks.slice("tokens of the vocabulary", config.vocabulary)
+        split = Parallelism(blobs.manifest.tp, blobs.manifest.ep)
+        self._held = rank_experts(config.experts, split, ranks.rank)
         self._experts: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def new_cache(self, slots: int) -> Array:
@@ -60,7 +71,8 @@ class Model:
         """Logits float32 [T, V] of normed hidden rows [T, D]."""
         c = self.config
         name = "model.embed_tokens.weight" if c.tied_head else "lm_head.weight"
-        return ops.linear(hidden, self.blobs.get(name, (c.vocabulary, c.hidden)))
+        rows = self.blobs.get(name, (c.vocabulary, c.hidden))
+        return self.ranks.concatenate(ops.linear(hidden, rows[_cut(self._vocabulary)]))
 
     def embed(self, tokens: NDArray[np.int64]) -> Array:
         """Embedding rows [T, D]."""
@@ -71,7 +83,7 @@ class Model:
 
     def _attention(self, h: Array, base: str, step: Step, keys: Array) -> Array:
         c, rows = self.config, len(h)
-        q = self._query(h, base).reshape(rows, c.heads, c.nope_dim + c.rope_dim)
+        q = self._query(h, base).reshape(rows, len(self._heads), c.nope_dim + c.rope_dim)
         kv = self._linear(h, f"{base}kv_a_proj_with_mqa.weight", c.kv_lora + c.rope_dim, c.hidden)
         cos, sin = rope.tables(c.rope_dim, c.rope_theta, c.yarn, step.positions)
         latent = self._norm(kv[:, : c.kv_lora], f"{base}kv_a_layernorm.weight", c.kv_lora)
@@ -80,34 +92,39 @@ class Model:
         q_pe = self._round(ops.rotate(q[..., c.nope_dim :], cos, sin))  # [T, H, R]
         kv_b = self.blobs.get(
             f"{base}kv_b_proj.weight", (c.heads * (c.nope_dim + c.value_dim), c.kv_lora)
-        ).reshape(c.heads, c.nope_dim + c.value_dim, c.kv_lora)
+        ).reshape(c.heads, c.nope_dim + c.value_dim, c.kv_lora)[_cut(self._heads)]
         q_latent = self._round(ops.absorb(q[..., : c.nope_dim], kv_b))  # [T, H, C]
         context = ops.attend(
             np.concatenate([q_latent, q_pe], axis=2), keys,
             step.prefix, step.windows, step.counts, c.softmax_scale, c.kv_lora,
         )  # [T, H, C]  # fmt: skip
         values = self._round(ops.expand(self._round(context), kv_b, c.nope_dim))  # [T, H, v]
-        width = c.heads * c.value_dim
-        return self._linear(values.reshape(rows, width), f"{base}o_proj.weight", c.hidden, width)
+        v = c.value_dim
+        mine = range(v * self._heads.start, v * self._heads.stop)
+        o_proj = self.blobs.columns(f"{base}o_proj.weight", (c.hidden, c.heads * v), mine)
+        return self._sum(ops.linear(values.reshape(rows, len(mine)), o_proj))
 
     def _query(self, h: Array, base: str) -> Array:
         c = self.config
-        width = c.heads * (c.nope_dim + c.rope_dim)
+        dim = c.nope_dim + c.rope_dim
+        width, mine = c.heads * dim, range(dim * self._heads.start, dim * self._heads.stop)
         if not c.q_lora:
-            return self._linear(h, f"{base}q_proj.weight", width, c.hidden)
+            return self._linear(h, f"{base}q_proj.weight", width, c.hidden, mine)
         low = self._linear(h, f"{base}q_a_proj.weight", c.q_lora, c.hidden)
         low = self._norm(low, f"{base}q_a_layernorm.weight", c.q_lora)
-        return self._linear(low, f"{base}q_b_proj.weight", width, c.q_lora)
+        return self._linear(low, f"{base}q_b_proj.weight", width, c.q_lora, mine)
 
     def _dense(self, h: Array, layer: int) -> Array:
         return self._mlp(h, f"model.layers.{layer}.mlp.", self.config.dense_intermediate)
 
     def _mlp(self, h: Array, base: str, size: int) -> Array:
-        hidden = self.config.hidden
-        gate = self._linear(h, f"{base}gate_proj.weight", size, hidden)
-        up = self._linear(h, f"{base}up_proj.weight", size, hidden)
+        hidden, mine = self.config.hidden, self.ranks.slice("rows of an MLP", size)
+        gate = self._linear(h, f"{base}gate_proj.weight", size, hidden, mine)
+        up = self._linear(h, f"{base}up_proj.weight", size, hidden, mine)
         act = self._round(ops.silu_mul(gate, up))
-        return self._linear(act, f"{base}down_proj.weight", hidden, size)
+        return self._sum(
+            ops.linear(act, self.blobs.columns(f"{base}down_proj.weight", (hidden, size), mine))
+        )
 
     def _moe(self, h: Array, layer: int) -> Array:
         c, base = self.config, f"model.layers.{layer}.mlp."
@@ -118,13 +135,15 @@ class Model:
         )
         y = np.zeros((*ids.shape, c.hidden), np.float32)  # [T, top_k, D]
         for expert in np.unique(ids):
+            if expert not in self._held:
+                continue
             rows, slots = np.nonzero(ids == expert)
             w13, w2 = self._expert(layer, int(expert))
             gate_up = ops.linear(h[rows], w13)  # [rows, 2N]
             half = gate_up.shape[1] // 2
             act = ops.silu_mul(gate_up[:, :half].copy(), gate_up[:, half:].copy())
             y[rows, slots] = ops.linear(self._round(act), w2)
-        routed = self._round(ops.add_slots(y, weights))
+        routed = self._sum(ops.add_slots(y, weights))
         if not c.shared_experts:
             return routed
         shared = self._mlp(h, f"{base}shared_experts.", c.moe_intermediate * c.shared_experts)
@@ -136,7 +155,8 @@ class Model:
         key = layer, expert
         if key not in self._experts:
             names = stacked_names(f"model.layers.{layer}.mlp.experts.")
-            parts = [np.ascontiguousarray(self.blobs.stacked(name)[expert]) for name in names]
+            local = expert - self._held.start
+            parts = [np.ascontiguousarray(self.blobs.stacked(name)[local]) for name in names]
             self._experts[key] = (
                 self._dequantise(parts[0], parts[1]),
                 self._dequantise(parts[2], parts[3]),
@@ -154,11 +174,22 @@ class Model:
             return values
         return (ops.round_bf16(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
-    def _linear(self, x: Array, name: str, n: int, k: int) -> Array:
-        return self._round(ops.linear(np.ascontiguousarray(x), self.blobs.get(name, (n, k))))
+    def _linear(self, x: Array, name: str, n: int, k: int, rows: range | None = None) -> Array:
+        """x [T, k] times some rows (all, if not given) of the weight [n, k], rounded."""
+        weight = self.blobs.get(name, (n, k))
+        weight = weight if rows is None else weight[_cut(rows)]
+        return self._round(ops.linear(np.ascontiguousarray(x), weight))
+
+    def _sum(self, partial: Array) -> Array:
+        """The ranks' float32 partial sums in rank order, rounded."""
+        return self._round(self.ranks.sum(partial))
 
     def _norm(self, x: Array, name: str, size: int) -> Array:
         return self._round(ops.rms_norm(x, self.blobs.get(name, (size,)), self.config.norm_eps))
 
     def _round(self, x: Array) -> Array:
         return x if self.dtype == "float32" else ops.round_bf16(x)
+
+
+def _cut(part: range) -> slice:
+    return slice(part.start, part.stop)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kconvert.layouts.errors import CheckpointError
 from kconvert.runtime.engine import Engine, Generation
+from kconvert.runtime.ranks import ranks_from_environment
 from kconvert.runtime.tokenizer import Tokenizer
 
 
@@ -36,7 +37,9 @@ def smoke(
     The report's `differs` is the first position where text or logit bits are not those of `ar`
     (null where none is, or where it was not asked for). Raises what `Engine` does.
     """
-    engine = Engine.open(output, drafter, dtype)
+    ranks = ranks_from_environment()
+    engine = Engine.open(output, drafter, dtype, ranks)
+    write = write if ranks.rank == 0 else lambda _: None
     tokenizer = None if request.tokens is not None else Tokenizer(output)
     if tokenizer is not None and tokenizer.vocabulary > engine.model.config.vocabulary:
         raise CheckpointError(
@@ -59,6 +62,7 @@ def smoke(
     alone = request.mode == "ar" and not request.check_exact
     plain = made if alone else generate("ar", lambda _: None)
     return {
+        "rank": ranks.rank,
         "mode": request.mode,
         "budget": request.budget,
         "prompt_tokens": len(prompt),

@@ -11,6 +11,7 @@ from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.registry import layout_named
+from kconvert.runtime.ranks import Ranks
 
 _NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
 MODEL_PREFIXES = ("language_model.", "")
@@ -19,8 +20,8 @@ MODEL_PREFIXES = ("language_model.", "")
 class Blobs:
     """One rank's view of a converted model: its own experts, and every common tensor."""
 
-    def __init__(self, folder: Path, rank: int = 0) -> None:
-        """Map the blobs of `rank` in `folder`.
+    def __init__(self, folder: Path, ranks: Ranks) -> None:
+        """Map this rank's blobs in `folder`.
 
         Raises OutputError where that is no finished output, UnsupportedError where it is a part,
         CheckpointError naming a blob that is missing or was changed.
@@ -31,15 +32,18 @@ class Blobs:
                 f"{folder} holds a part of the model: run `kconvert convert` without --layers and"
                 " --ranks to complete it."
             )
-        if not 0 <= rank < self.manifest.tp:
+        tp = self.manifest.tp
+        if ranks.size != tp:
             raise UnsupportedError(
-                f"rank {rank} of {folder}: it was converted for {self.manifest.tp} rank(s)."
+                f"{folder} was converted for {tp} rank(s), {ranks.size} were started: start {tp}"
+                f" (torchrun --nproc-per-node {tp}), or convert with --tp {ranks.size}."
             )
-        self.rank = rank
+        self.rank = ranks.rank
         self.layout = layout_named(self.manifest.layout)
         self._tensors: dict[str, tuple[NDArray[np.uint8], TensorEntry]] = {}
+        self._columns: dict[str, NDArray[Any]] = {}
         for name, entry in self.manifest.files.items():
-            if name.startswith((f"{COMMON_FOLDER}/", f"{rank_folder(rank, self.manifest.tp)}/")):
+            if name.startswith((f"{COMMON_FOLDER}/", f"{rank_folder(ranks.rank, tp)}/")):
                 self._map(folder, name, entry.bytes)
         found = [p for p in MODEL_PREFIXES if f"{p}model.norm.weight" in self._tensors]
         if not found:
@@ -74,6 +78,15 @@ class Blobs:
             )
         raw = data[tensor.start : tensor.start + tensor.nbytes]
         return raw.view(_NUMPY[tensor.dtype]).reshape(shape)
+
+    def columns(self, name: str, shape: tuple[int, int], part: range) -> NDArray[Any]:
+        """Some columns of a matrix; a copy of them, made once, unless they are all."""
+        if len(part) == shape[1]:
+            return self.get(name, shape)
+        if name not in self._columns:
+            cut = self.get(name, shape)[:, part.start : part.stop]
+            self._columns[name] = np.ascontiguousarray(cut)
+        return self._columns[name]
 
     def stacked(self, name: str) -> NDArray[Any]:
         """A layer's stacked tensor, expert first; its shape is the layout's."""

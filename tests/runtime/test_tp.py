@@ -1,0 +1,57 @@
+"""Tensor parallelism: at any tp the modes agree bit for bit, and all tp's logits agree."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit import KIMI_MINI
+
+from kconvert.convert import convert
+from kconvert.runtime.engine import Engine
+
+PROMPT = np.random.default_rng(5).integers(0, 256, 70).tolist()  # as in test_engine
+
+
+def test_smoke_generate_by_torchrun(tmp_path: Path) -> None:
+    """One rank speaks."""
+    convert(KIMI_MINI, tmp_path / "blobs", tp=2)
+    command = ["smoke-generate", tmp_path / "blobs", "--tokens", "1,2,3", "--max-new-tokens", "4"]
+    outcome = torchrun(2, ["-m", "kconvert.convert.cli", *command, "--json"])
+    convert(KIMI_MINI, tmp_path / "one")
+    alone = Engine.open(tmp_path / "one").generate([1, 2, 3], 4)
+    assert json.loads(outcome)["tokens"] == alone.tokens
+
+
+def torchrun(ranks: int, arguments: list[str | Path]) -> str:
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    outcome = subprocess.run(
+        [sys.executable, *launcher, *rendezvous, *arguments],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return outcome.stdout
+
+
+@pytest.mark.parametrize(
+    ("tp", "ep", "dtype", "layout"),
+    [(2, 1, "float32", "marlin"), (2, 2, "bfloat16", "w4a16"), (4, 2, "float32", "marlin")],
+)
+def test_modes_and_logits(tp, ep, dtype, layout, tmp_path: Path) -> None:
+    convert(KIMI_MINI, tmp_path / "blobs", tp=tp, ep=ep, layout=layout)
+    out = tmp_path / "out.npz"
+    torchrun(tp, [Path(__file__).parent / "tp_worker.py", tmp_path / "blobs", out, dtype])
+    found = dict(np.load(out))
+    assert found["same"].tolist() == [True] * 4
+    assert found["forwards"] < 60  # drafts were accepted
+    convert(KIMI_MINI, tmp_path / "one", layout=layout)
+    alone = Engine.open(tmp_path / "one", dtype=dtype).logits(PROMPT)
+    bound = 1e-5 if dtype == "float32" else 3e-2
+    difference = np.linalg.norm(found["logits"] - alone) / np.linalg.norm(alone)
+    assert difference <= bound
