@@ -7,7 +7,7 @@ float32 logit bits at every committed position, by DESIGN.md's exactness rule.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -196,7 +196,7 @@ class Engine:
             cache = self.model.new_cache(start + _AUTO_MOST + 1)
             points = []
             for rows in (1, 2, 4, 8, 16, 32, _AUTO_MOST + 1):
-                step = sequence(np.zeros(rows, np.int64), start)
+                step = replace(sequence(np.zeros(rows, np.int64), start), prefill=False)
                 self.model.forward(step, cache)  # touches weights, compiles
                 for _ in range(3):
                     begin = time.perf_counter()

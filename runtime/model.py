@@ -1,4 +1,4 @@
-"""K2.6's text model, forward: DeepSeek-V3's MLA (absorbed) and MoE, top to bottom.
+"""K2.6's text model, forward: DeepSeek-V3's MLA and MoE, top to bottom.
 
 Shapes: T rows, D hidden, H heads, C kv_lora, R rope, V vocabulary. Every operation is row-wise
 (`cpu_ops`), so a row's bits depend on its token, position and history alone.
@@ -93,16 +93,44 @@ class Model:
         kv_b = self.blobs.get(
             f"{base}kv_b_proj.weight", (c.heads * (c.nope_dim + c.value_dim), c.kv_lora)
         ).reshape(c.heads, c.nope_dim + c.value_dim, c.kv_lora)[_cut(self._heads)]
-        q_latent = self._round(ops.absorb(q[..., : c.nope_dim], kv_b))  # [T, H, C]
-        context = ops.attend(
-            np.concatenate([q_latent, q_pe], axis=2), keys,
-            step.prefix, step.windows, step.counts, c.softmax_scale, c.kv_lora,
-        )  # [T, H, C]  # fmt: skip
-        values = self._round(ops.expand(self._round(context), kv_b, c.nope_dim))  # [T, H, v]
+        form = self._plain if step.prefill else self._absorbed
+        values = self._round(form(q[..., : c.nope_dim], q_pe, kv_b, step, keys))  # [T, H, v]
         v = c.value_dim
         mine = range(v * self._heads.start, v * self._heads.stop)
         o_proj = self.blobs.columns(f"{base}o_proj.weight", (c.hidden, c.heads * v), mine)
         return self._sum(ops.linear(values.reshape(rows, len(mine)), o_proj))
+
+    def _absorbed(self, q: Array, q_pe: Array, kv_b: Any, step: Step, keys: Array) -> Array:
+        """Attention in latent space, for decoding: a key is read once for all heads.
+
+        q [T, H, nope], q_pe [T, H, R], keys [slots, C + R] → values [T, H, v].
+        """
+        c = self.config
+        q_latent = self._round(ops.absorb(q, kv_b))  # [T, H, C]
+        context = ops.attend(
+            np.concatenate([q_latent, q_pe], axis=2), keys,
+            step.prefix, step.windows, step.counts, c.softmax_scale, c.kv_lora,
+        )  # [T, H, C]  # fmt: skip
+        return ops.expand(self._round(context), kv_b, c.nope_dim)
+
+    def _plain(self, q: Array, q_pe: Array, kv_b: Any, step: Step, keys: Array) -> Array:
+        """The same with the latents expanded to each head's keys and values, for the prompt: less
+        work a key once many rows share the expansion."""
+        c, end = self.config, int(step.positions.max()) + 1
+        out = np.empty((*q.shape[:2], c.value_dim), np.float32)
+        for head in range(q.shape[1]):
+            latents = np.ascontiguousarray(keys[:end, : c.kv_lora])
+            expanded = self._round(ops.linear(latents, kv_b[head]))  # [end, nope + v]
+            own = np.concatenate(
+                [expanded[:, c.nope_dim :], expanded[:, : c.nope_dim], keys[:end, c.kv_lora :]],
+                axis=1,
+            )  # [end, v + nope + R]: what is attended to comes first
+            nothing = np.zeros((len(q), c.value_dim), np.float32)
+            query = np.concatenate([nothing, q[:, head], q_pe[:, head]], axis=1)[:, None]
+            out[:, head] = ops.attend(
+                query, own, step.prefix, step.windows, step.counts, c.softmax_scale, c.value_dim
+            )[:, 0]
+        return out
 
     def _query(self, h: Array, base: str) -> Array:
         c = self.config

@@ -21,12 +21,14 @@ class Step:
     prefix: Ints  # [T], keys below are read in splits
     windows: Ints  # [T, W], slots of the positions prefix … position, in order
     counts: Ints  # [T], of which so many
+    prefill: bool  # attention in its plain form, which is less work a key; else absorbed
 
 
 def sequence(tokens: Ints, start: int) -> Step:
     """Committed tokens in a row, from position `start` on."""
     positions = np.arange(start, start + len(tokens))
-    return _step(tokens, positions, positions, [np.empty(0, np.int64)] * len(tokens), positions + 1)
+    nothing = [np.empty(0, np.int64)] * len(tokens)
+    return _step(tokens, positions, positions, nothing, positions + 1, prefill=True)
 
 
 def drafted(anchor: int, tree: Tree, start: int) -> Step:
@@ -41,10 +43,18 @@ def drafted(anchor: int, tree: Tree, start: int) -> Step:
         paths.append(np.append(paths[tree.parents[node]], start + node))
     depths = np.concatenate([[0], tree.depths]).astype(np.int64)
     slots = np.arange(start, start + len(tokens))
-    return _step(tokens, start + depths, slots, paths, np.full(len(tokens), start))
+    committed = np.full(len(tokens), start)
+    return _step(tokens, start + depths, slots, paths, committed, prefill=False)
 
 
-def _step(tokens: Ints, positions: Ints, slots: Ints, paths: list[Ints], committed: Ints) -> Step:
+def _step(
+    tokens: Ints,
+    positions: Ints,
+    slots: Ints,
+    paths: list[Ints],
+    committed: Ints,
+    prefill: bool,
+) -> Step:
     """`committed[t]`: positions below it are read at their own slots, then come paths[t]."""
     prefix = prefix_length(positions)
     windows = np.zeros((len(tokens), SPLIT + REACH + 1), np.int64)
@@ -52,4 +62,4 @@ def _step(tokens: Ints, positions: Ints, slots: Ints, paths: list[Ints], committ
     for t, path in enumerate(paths):
         own = np.arange(prefix[t], committed[t])
         windows[t, : counts[t]] = np.concatenate([own, path])
-    return Step(tokens, positions, slots, prefix, windows, counts)
+    return Step(tokens, positions, slots, prefix, windows, counts, prefill)

@@ -12,6 +12,7 @@ from kit import KIMI_MINI
 from kconvert.convert import convert
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
 from kconvert.runtime.engine import Engine, Generation
+from kconvert.runtime.step import sequence
 
 PROMPT = np.random.default_rng(5).integers(0, 256, 70).tolist()
 NEW = 60  # with the prompt past the first split of the attention
@@ -132,12 +133,23 @@ def test_rows_do_not_depend_on_what_else_is_in_a_step(engines) -> None:
         whole = engine.logits(tokens)
         truth = engine.generate(tokens[:1], 0)
         assert truth.tokens == []
-        from kconvert.runtime.step import sequence
-
         cache = engine.model.new_cache(170)
         for i, token in enumerate(tokens):
             row = engine.model.forward(sequence(np.array([token]), i), cache)[0]
             assert np.array_equal(row[0].view(np.uint32), whole[i].view(np.uint32)), i
+
+
+def test_plain_and_absorbed_attention_agree(engines) -> None:
+    """Two forms of one product: the same logits but for rounding."""
+    engine = engines["marlin", "float32"]
+    tokens = np.random.default_rng(4).integers(0, 512, 130)
+    plain = sequence(tokens, 0)
+    forms = [
+        engine.model.forward(step, engine.model.new_cache(130))[0]
+        for step in (plain, replace(plain, prefill=False))
+    ]
+    assert np.linalg.norm(forms[0] - forms[1]) <= 1e-5 * np.linalg.norm(forms[0])
+    assert not np.array_equal(*forms)
 
 
 def test_logits_are_transformers(engines) -> None:
