@@ -15,7 +15,14 @@ from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION, Group, read_model
 from kconvert.layouts.reader import Reader, Scratch
 from kconvert.layouts.registry import layout_named
-from kconvert.layouts.sharding import Parallelism, RankSlice, model_dims, rank_slice, stacked_names
+from kconvert.layouts.sharding import (
+    ModelDims,
+    Parallelism,
+    RankSlice,
+    model_dims,
+    rank_slice,
+    stacked_names,
+)
 from kconvert.validate import structure
 from kconvert.validate.content import ExpertCheck, check_whole, codes
 from kconvert.validate.findings import Finding, Validation
@@ -49,7 +56,7 @@ def run(
         result.findings += _check_groups(manifest, blobs, groups)
     if result.findings:
         return result  # the data would be read by headers that are not to be trusted
-    data = _Data(output, source, manifest, sample, result, progress)
+    data = _Data(output, source, manifest, dims, result, progress)
     try:
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
             for name in sorted({Path(one.path).stem for one in blobs}):
@@ -101,14 +108,14 @@ class _Data:
         output: Path,
         source: Path | None,
         manifest: Manifest,
-        sample: int | None,
+        dims: ModelDims,
         result: Validation,
         progress: Callable[[int], None],
     ) -> None:
-        self._dims = model_dims(read_json(output / CONFIG_NAME))
+        self._dims = dims
         self._layout = layout_named(manifest.layout)
         self._parallelism = Parallelism(manifest.tp, manifest.ep)
-        self._sample, self._result = sample, result
+        self._result = result
         self._scratch = Scratch()
         self._blobs = Reader(lambda name: output / name, progress)
         self._shards = Reader(lambda name: (source or output) / name, progress)
@@ -155,7 +162,8 @@ class _Data:
 
     def _chosen(self) -> list[int]:
         experts = self._dims.experts
-        count = experts if self._sample is None else min(self._sample, experts)
+        sample = self._result.sample
+        count = experts if sample is None else min(sample, experts)
         return [experts * i // count for i in range(count)]
 
     def _expert(
