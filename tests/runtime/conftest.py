@@ -6,6 +6,9 @@ from kit import DATA
 from safetensors.torch import load_file
 
 
+torch.set_num_threads(1)  # small tensors: threads that wait for one another cost more than they do
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0):
         return
