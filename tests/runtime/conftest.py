@@ -5,7 +5,6 @@ import torch
 from kit import DATA
 from safetensors.torch import load_file
 
-
 torch.set_num_threads(1)  # small tensors: threads that wait for one another cost more than they do
 
 
