@@ -3,7 +3,9 @@
 import errno
 import functools
 import json
+import os
 import shlex
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -62,6 +64,9 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
+        except BrokenPipeError:  # the reader has seen enough (`| head`)
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            raise typer.Exit(128 + signal.SIGPIPE) from None
         except tuple(kind for kind, _ in EXIT_CODES) as error:
             print(f"kconvert: {_sentence(error)}", file=sys.stderr)
             code = next(code for kind, code in EXIT_CODES if isinstance(error, kind))

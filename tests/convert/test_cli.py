@@ -1,6 +1,8 @@
 """What a user of the command line sees."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -85,6 +87,18 @@ def test_bench_moe_without_a_gpu(kconvert) -> None:
     outcome = kconvert("bench", "moe")
     assert outcome.code == 3 and "needs an NVIDIA GPU" in outcome.err
     assert kconvert("bench", "moe", "--shapes", "tp3").code == 2
+
+
+def test_reader_that_goes_away() -> None:
+    """`kconvert inspect … | head -1` ends quietly."""
+    code = "from kconvert.convert import cli; cli.main()"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "inspect", str(KIMI_MINI)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 141
 
 
 @pytest.mark.parametrize("command", ["convert", "validate", "inspect", "synth", "bench"])
