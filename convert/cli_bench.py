@@ -66,7 +66,7 @@ def bench_moe(
     show(result, as_json, text.bench_moe_text, quiet=False)
 
 
-Prompts = Annotated[Path, folder_argument('A file of prompts: {"prompts": [{"tokens": […]}, …]}.')]
+Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].')]
 Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
 

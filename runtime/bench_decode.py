@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.smoke import first_difference
@@ -17,15 +16,15 @@ Report = Callable[[str], None]
 
 
 def read_prompts(path: Path, count: int | None) -> list[list[int]]:
-    """The first `count` prompts of a file {"prompts": [{"tokens": [ids…], …}, …]}."""
-    prompts = read_json(path).get("prompts")
+    """The first `count` prompts of a JSON list of {"token_ids": [ids…], …}."""
     try:
-        tokens = [[int(token) for token in prompt["tokens"]] for prompt in prompts or []]
+        table = json.loads(path.read_text("utf-8"))
+        prompts = [[int(token) for token in entry["token_ids"]] for entry in table]
     except (KeyError, TypeError, ValueError):
-        tokens = []
-    if not tokens:
-        raise UnsupportedError(f'{path} is not {{"prompts": [{{"tokens": [1, 2, …]}}, …]}}.')
-    return tokens[:count]
+        prompts = []
+    if not prompts:
+        raise UnsupportedError(f'{path} is not a list of prompts, [{{"token_ids": [1, 2, …]}}, …].')
+    return prompts[:count]
 
 
 def configurations(budgets: Sequence[int]) -> list[tuple[str, int]]:

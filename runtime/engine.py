@@ -31,6 +31,7 @@ MODES = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
 AUTO = "auto"
 _AUTO_MOST = 64
+_SHARED_HIDDEN = 2048  # a drafter's operations below this size are not worth sharing out
 _NO_TREE = Tree(
     np.empty(0, np.int64), np.empty(0, np.int64), np.array([-1]), np.empty(0, np.float64)
 )
@@ -90,6 +91,8 @@ class Engine:
             opened = Drafter.open(Path(drafter), target, kind)
             if opened.config.block > REACH:
                 raise UnsupportedError(f"the drafter's block_size is above {REACH}.")
+            if opened.config.hidden < _SHARED_HIDDEN:
+                torch.set_num_threads(1)  # threads would wait for one another longer than they work
         return cls(Model(config, mapped, ranks, dtype), opened)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:

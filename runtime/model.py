@@ -20,6 +20,9 @@ from kconvert.runtime.weights import Blobs
 
 Array = NDArray[np.float32]
 DTYPES = ("float32", "bfloat16")
+LATENT_EPS = (
+    1e-6  # of q_a_layernorm and kv_a_layernorm, in transformers' DeepseekV3; not the config's
+)
 
 
 class Model:
@@ -86,7 +89,9 @@ class Model:
         q = self._query(h, base).reshape(rows, len(self._heads), c.nope_dim + c.rope_dim)
         kv = self._linear(h, f"{base}kv_a_proj_with_mqa.weight", c.kv_lora + c.rope_dim, c.hidden)
         cos, sin = rope.tables(c.rope_dim, c.rope_theta, c.yarn, step.positions)
-        latent = self._norm(kv[:, : c.kv_lora], f"{base}kv_a_layernorm.weight", c.kv_lora)
+        latent = self._norm(
+            kv[:, : c.kv_lora], f"{base}kv_a_layernorm.weight", c.kv_lora, LATENT_EPS
+        )
         k_pe = self._round(ops.rotate(kv[:, None, c.kv_lora :], cos, sin))[:, 0]
         keys[step.slots] = np.concatenate([latent, k_pe], axis=1)
         q_pe = self._round(ops.rotate(q[..., c.nope_dim :], cos, sin))  # [T, H, R]
@@ -139,7 +144,7 @@ class Model:
         if not c.q_lora:
             return self._linear(h, f"{base}q_proj.weight", width, c.hidden, mine)
         low = self._linear(h, f"{base}q_a_proj.weight", c.q_lora, c.hidden)
-        low = self._norm(low, f"{base}q_a_layernorm.weight", c.q_lora)
+        low = self._norm(low, f"{base}q_a_layernorm.weight", c.q_lora, LATENT_EPS)
         return self._linear(low, f"{base}q_b_proj.weight", width, c.q_lora, mine)
 
     def _dense(self, h: Array, layer: int) -> Array:
@@ -212,8 +217,9 @@ class Model:
         """The ranks' float32 partial sums in rank order, rounded."""
         return self._round(self.ranks.sum(partial))
 
-    def _norm(self, x: Array, name: str, size: int) -> Array:
-        return self._round(ops.rms_norm(x, self.blobs.get(name, (size,)), self.config.norm_eps))
+    def _norm(self, x: Array, name: str, size: int, eps: float | None = None) -> Array:
+        weight = self.blobs.get(name, (size,))
+        return self._round(ops.rms_norm(x, weight, self.config.norm_eps if eps is None else eps))
 
     def _round(self, x: Array) -> Array:
         return x if self.dtype == "float32" else ops.round_bf16(x)

@@ -58,7 +58,7 @@ def made(tmp_path_factory) -> dict[str, Path]:
     convert(KIMI_MINI, root / "blobs")
     write_drafter(root / "drafter")
     tokens = np.random.default_rng(1).integers(0, 256, (3, 9)).tolist()
-    (root / "prompts.json").write_text(json.dumps({"prompts": [{"tokens": t} for t in tokens]}))
+    (root / "prompts.json").write_text(json.dumps([{"token_ids": t} for t in tokens]))
     return {name: root / name for name in ("blobs", "drafter", "prompts.json")}
 
 
@@ -108,7 +108,7 @@ def test_bench_decode_accounts_for_its_time(made) -> None:
 
 def test_prompts_that_are_none(tmp_path: Path, made, kconvert) -> None:
     path = tmp_path / "prompts.json"
-    path.write_text('{"prompts": [{"text": "hello"}]}')
+    path.write_text('[{"text": "hello"}]')
     outcome = kconvert("bench", "decode", made["blobs"], made["drafter"], path)
     assert outcome.code == 2
-    assert str(path) in outcome.err and "tokens" in outcome.err
+    assert str(path) in outcome.err and "token_ids" in outcome.err
