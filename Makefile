@@ -2,19 +2,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SAMPLE := tests/data/kimi-mini
+TINY := tests/tiny_kimi
 
 .PHONY: demo test lint format clean
 
 demo: $(VENV)/installed
 	rm -rf build/demo
-	@echo "\n== a checkpoint in Kimi K2.6's format =="
-	$(BIN)/kconvert inspect $(SAMPLE)
-	@echo "\n== compiled for two GPUs =="
-	$(BIN)/kconvert convert $(SAMPLE) build/demo --tp 2
-	$(BIN)/kconvert inspect build/demo
-	@echo "\n== every code and scale compared with the source =="
-	$(BIN)/kconvert validate build/demo --source $(SAMPLE)
+	@echo "\n== a small trained checkpoint in Kimi K2.6's format =="
+	$(BIN)/kconvert inspect $(TINY)/model
+	@echo "\n== compiled for two GPUs, and every code and scale compared with the source =="
+	$(BIN)/kconvert convert $(TINY)/model build/demo/two --tp 2
+	$(BIN)/kconvert inspect build/demo/two
+	$(BIN)/kconvert validate build/demo/two --source $(TINY)/model
+	@echo "\n== compiled for one, and run with its drafter: draft trees, compared with plain decoding =="
+	$(BIN)/kconvert convert $(TINY)/model build/demo/one
+	$(BIN)/kconvert smoke-generate build/demo/one --drafter $(TINY)/drafter --budget 16 \
+	  --prompt "And it came to pass in the days of" --max-new-tokens 96 --check-exact
 
 test: lint
 	$(BIN)/python -m pytest -q
