@@ -37,12 +37,12 @@ _BLOCK_K_TILES = 8  # k-tiles a step: 64 bytes, one cache line, of every source 
 _BLOCK_WORDS = 2 * _BLOCK_K_TILES
 
 
-def jit(function: Callable[..., Any]) -> Any:
+def jit(function: Callable[..., Any], **options: Any) -> Any:
     """Compile with numba at first call, without the GIL, cached on disk where that is possible."""
     try:
-        return numba.njit(nogil=True, cache=True)(function)
+        return numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:  # no folder anywhere that numba could write its cache to
-        return numba.njit(nogil=True)(function)
+        return numba.njit(nogil=True, **options)(function)
 
 
 def _indices(values: list[int]) -> ir.Constant:

@@ -10,14 +10,16 @@ compiler may spread them over SIMD lanes, the same way for every row.
 """
 
 import math
+from functools import partial
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.extending import intrinsic
 from numpy.typing import NDArray
+
+from kconvert.layouts.repack import jit
 
 Array = NDArray[np.float32]
 Weight = NDArray[Any]  # uint16 (bf16 bits) or float32
@@ -26,10 +28,9 @@ SPLIT = 64  # keys a split of the committed prefix: its boundaries are multiples
 REACH = 32  # a drafted token is less than this far from its last committed ancestor
 
 
-def _jit(function: Any) -> Any:
-    """Reassociation lets sums use SIMD lanes. NaN and infinity keep their meaning: rejected slots
-    are poisoned with NaN in the tests, and a NaN that gets anywhere must show."""
-    return numba.njit(nogil=True, cache=True, fastmath={"reassoc", "contract"})(function)
+# Reassociation lets sums use SIMD lanes. NaN and infinity keep their meaning: rejected slots are
+# poisoned with NaN in the tests, and a NaN that gets anywhere must show.
+_jit = partial(jit, fastmath={"reassoc", "contract"})
 
 
 @intrinsic

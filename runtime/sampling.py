@@ -7,11 +7,11 @@ every mode draws the same token from the same logits.
 
 import math
 
-import numba
 import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.repack import jit
 
 
 def pick(
@@ -35,7 +35,7 @@ def pick(
     return logits.argmax(axis=1)
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _add_gumbel(logits, positions, temperature, seed, out):  # type: ignore[no-untyped-def]
     for t in range(logits.shape[0]):
         row = _mix(_mix(seed) ^ np.uint64(positions[t]))
@@ -45,7 +45,7 @@ def _add_gumbel(logits, positions, temperature, seed, out):  # type: ignore[no-u
             out[t, v] = logits[t, v] / temperature - math.log(-math.log(uniform))
 
 
-@numba.njit(nogil=True, cache=True)
+@jit
 def _mix(x):  # type: ignore[no-untyped-def]
     """splitmix64's step: https://prng.di.unimi.it/splitmix64.c"""
     x = x + np.uint64(0x9E3779B97F4A7C15)
