@@ -16,6 +16,8 @@ ROOT = Path(__file__).parent.parent
         ("convert/bench_results/repack.json", text.bench_repack_text),
         ("convert/bench_results/convert.json", text.bench_convert_text),
         ("convert/bench_results/plan.json", text.bench_plan_text),
+        ("runtime/bench_results/cpu-decode.json", text.bench_decode_text),
+        ("runtime/bench_results/cpu-exact.json", text.bench_exact_text),
         ("runtime/bench_results/h200-moe-2026-11-29.json", text.bench_moe_text),
     ],
 )
