@@ -63,8 +63,8 @@ def execute(
 ) -> int:
     """Write and publish every file of `plan` under `output`; returns the bytes read.
 
-    Raises CheckpointError for a fault in the source's data, OSError as
-    the system gives it; unpublished files are gone then, published ones stay.
+    Raises CheckpointError for a fault in the source's data, OSError as the system gives it;
+    unpublished files are gone then, published ones stay.
     """
     reader = Reader(source.path)
     packer = _Packer(plan, reader, progress)

@@ -59,8 +59,11 @@ class Prepared:
     def sizes(self) -> dict[str, int]:
         """Bytes of every file that is still to be written, by path."""
         sizes = {file.path: file.nbytes for file in self.rest.files}
-        missing = (name for name in self.small_files if not (self.output / name).exists())
-        return sizes | {name: len(self.small_files[name]) for name in missing}
+        replaced = self.replaced
+        for name, content in self.small_files.items():
+            if name in replaced or not (self.output / name).exists():
+                sizes[name] = len(content)
+        return sizes
 
     @property
     def replaced(self) -> dict[str, int]:

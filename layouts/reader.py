@@ -1,4 +1,4 @@
-"""Reading tensors of the source: with pread into reused buffers, each byte once, counted."""
+"""Reading tensors of shards and blobs: with pread into reused buffers, each byte once, counted."""
 
 import os
 import threading
@@ -34,7 +34,7 @@ class Scratch(threading.local):
 
 
 class Reader:
-    """Reads tensors of the shards that `path_of` finds. Safe for several threads."""
+    """Reads tensors of the files that `path_of` finds. Safe for several threads."""
 
     def __init__(
         self, path_of: Callable[[str], Path], progress: Callable[[int], None] = lambda _: None
@@ -57,7 +57,7 @@ class Reader:
             yield piece
 
     def close(self) -> None:
-        """Close the shards."""
+        """Close all files."""
         for fd in self._fds.values():
             os.close(fd)
         self._fds.clear()

@@ -8,6 +8,7 @@ float32 logit bits at every committed position, by DESIGN.md's exactness rule.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -131,7 +132,7 @@ class Engine:
         clock = _Clock(result.parts)
         draft = _Drafting(self, mode, budget, chain_seed, clock) if mode != "ar" else None
         slots = len(prompt) + max_new_tokens + (_AUTO_MOST if budget == AUTO else int(budget)) + 1
-        choose = _Choice(temperature, seed)
+        choose = partial(pick, temperature=temperature, seed=seed)
         for tokens, logits in self._rounds(prompt, slots, choose, draft, clock):
             result.target_forwards += 1
             room = max_new_tokens - len(result.tokens)
@@ -154,7 +155,7 @@ class Engine:
         self,
         prompt: NDArray[np.int64],
         slots: int,
-        choose: "_Choice",
+        choose: Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.int64]],
         draft: "_Drafting | None",
         clock: "_Clock",
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
@@ -234,18 +235,6 @@ class Engine:
             raise UnsupportedError(f"budget {budget!r} is neither {AUTO!r} nor a number from 0 on.")
         if not 0 <= temperature < float("inf"):
             raise UnsupportedError(f"temperature {temperature} is not a number from 0 on.")
-
-
-class _Choice:
-    """`pick` with its temperature and seed."""
-
-    def __init__(self, temperature: float, seed: int) -> None:
-        self._temperature, self._seed = temperature, seed
-
-    def __call__(
-        self, logits: NDArray[np.float32], positions: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        return pick(logits, positions, self._temperature, self._seed)
 
 
 class _Drafting:
