@@ -5,21 +5,16 @@ one a depth; the probability of a path is their product. Node 0 is the root, the
 decided but not yet seen by the target; nodes 1…n are drafts.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from heapq import heappop, heappush
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-
-_IMPOSSIBLE = float("-inf")  # log-probability; `> _IMPOSSIBLE` is false for NaN too
-# Cost (−log-probability of the path), rank at each depth of the path, parent: in the heap's order,
-# in which the parent never decides, as no two nodes share their ranks.
-_Node = tuple[float, tuple[int, ...], int]
+from kconvert.layouts.repack import jit
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,15 +33,6 @@ class Tree:
     def __len__(self) -> int:
         """n, the root not counted."""
         return len(self.token_ids)
-
-    @cached_property
-    def children(self) -> tuple[dict[int, int], ...]:
-        """Of each node 0…n: token id → the child that carries it."""
-        children: tuple[dict[int, int], ...] = tuple({} for _ in self.parents)
-        parents = self.parents.tolist()
-        for node, token in enumerate(self.token_ids.tolist(), start=1):
-            children[parents[node]][token] = node
-        return children
 
     @cached_property
     def visibility(self) -> NDArray[np.bool_]:
@@ -76,29 +62,43 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[NDArray[np.int64], NDArray[np.f
     logit −inf has −inf, and so has all of a row that is −inf throughout. Raises CheckpointError
     for NaN and +inf: no draft can be drawn from them.
     """
-    logits = logits.float()
-    k = min(_checked(k), logits.shape[1])
-    if k == 0:
-        shape = (logits.shape[0], 0)
-        return np.empty(shape, np.int64), np.empty(shape, np.float32)
-    normalizer = torch.logsumexp(logits, dim=1, keepdim=True)
-    # torch.topk does not say which of equal values it takes, so ids are chosen from all that
-    # reach the k-th value.
-    least = torch.topk(logits, k, dim=1).values.amin(dim=1, keepdim=True)
-    rows = torch.cat([normalizer, least], dim=1).tolist()
-    ids = np.empty((len(rows), k), np.int64)
-    for depth, (total, bound) in enumerate(rows):
-        if not total < float("inf"):  # NaN too
-            raise CheckpointError(
-                f"the drafter's logits of slot {depth + 1} hold NaN or +inf: its weights are"
-                " damaged or of another precision."
-            )
-        reach = torch.nonzero(logits[depth] >= bound)[:, 0]  # rising ids
-        order = torch.sort(logits[depth, reach], descending=True, stable=True).indices[:k]
-        ids[depth] = reach[order].cpu().numpy()
-    chosen = logits.gather(1, torch.from_numpy(ids).to(logits.device))
-    logprobs = torch.where(chosen > _IMPOSSIBLE, chosen - normalizer, chosen)
-    return ids, logprobs.cpu().numpy()
+    logits = logits.float().cpu()
+    shape = len(logits), min(_checked(k), logits.shape[1])
+    normalizer = torch.logsumexp(logits, dim=1).numpy()
+    wrong = np.flatnonzero(~(normalizer < np.inf))  # NaN too
+    if len(wrong):
+        raise CheckpointError(
+            f"the drafter's logits of slot {wrong[0] + 1} hold NaN or +inf: its weights are"
+            " damaged or of another precision."
+        )
+    values, (_, k) = logits.numpy(), shape
+    ids, logprobs = np.empty(shape, np.int64), np.empty(shape, np.float32)
+    if k:
+        least = np.partition(values, -k, axis=1)[:, -k]
+        _top_k(values, least, normalizer, ids, logprobs)
+    return ids, logprobs
+
+
+@jit
+def _top_k(logits, least, normalizer, ids, best):  # type: ignore[no-untyped-def]
+    """Sort the tokens that reach `least`, the k-th value of their row, into ids and best [L, K]."""
+    k = ids.shape[1]
+    for row in range(len(logits)):
+        count = 0
+        for token, value in enumerate(logits[row]):
+            if value < least[row]:
+                continue
+            at = min(count, k)
+            count += 1
+            while at > 0 and value > best[row, at - 1]:  # an equal one of a lower id stays
+                at -= 1
+                if at + 1 < k:
+                    ids[row, at + 1], best[row, at + 1] = ids[row, at], best[row, at]
+            if at < k:
+                ids[row, at], best[row, at] = token, value
+        for at in range(k):
+            if best[row, at] > -np.inf:
+                best[row, at] -= normalizer[row]
 
 
 def build_tree(
@@ -114,36 +114,74 @@ def build_tree(
     made, so the tree may be smaller than the budget. It is the best of its size if K ≥ budget or
     K is the whole vocabulary.
     """
-    _checked(budget)
-    # float64 from here on, so that sums of float32 log-probabilities that are equal compare equal.
-    lps: list[list[float]] = logprobs.tolist()
-    nodes: list[_Node] = []
-    heap: list[_Node] = []
-
-    def push_sibling(cost: float, ranks: tuple[int, ...], parent: int) -> None:
-        row, rank = lps[len(ranks) - 1], ranks[-1]
-        if rank + 1 < len(row) and row[rank + 1] > _IMPOSSIBLE:
-            heappush(heap, (cost + row[rank] - row[rank + 1], (*ranks[:-1], rank + 1), parent))
-
-    if chain_seed:
-        nodes.extend(_chain(lps, budget))
-        for node in nodes:
-            push_sibling(*node)
-    else:
-        heap.extend(_chain(lps, 1))
-    while heap and len(nodes) < budget:
-        cost, ranks, parent = heappop(heap)
-        nodes.append((cost, ranks, parent))
-        push_sibling(cost, ranks, parent)
-        depth = len(ranks)
-        if depth < len(lps) and lps[depth][0] > _IMPOSSIBLE:
-            heappush(heap, (cost - lps[depth][0], (*ranks, 0), len(nodes)))
-    return _tree(ids, nodes)
+    seeds = len(ids) if chain_seed else 0
+    return Tree(*_grow(ids, logprobs.astype(np.float64), _checked(budget), seeds))
 
 
 def chain(ids: NDArray[np.int64], logprobs: NDArray[np.float32], budget: int) -> Tree:
     """Only the most probable token of each depth, at most `budget` of them: a tree too."""
-    return _tree(ids, list(_chain(logprobs.tolist(), _checked(budget))))
+    return build_tree(ids[:, :1], logprobs[:, :1], budget)
+
+
+@jit
+def _grow(ids, logprobs, budget, seeds):  # type: ignore[no-untyped-def]
+    """token_ids, depths, parents and path_logprobs of the tree; its first `seeds` nodes are the
+    top-1 chain's, as far as that is possible.
+
+    Every node taken makes two candidates: its next sibling and its first child. Costs are float64
+    sums of float32 −log-probabilities, so that equal sums compare equal.
+    """
+    levels, width = logprobs.shape
+    tokens, tree_depths = np.empty(budget, np.int64), np.empty(budget, np.int64)
+    tree_parents, path_logprobs = np.full(budget + 1, -1), np.empty(budget)
+    # Candidates. The first stands for the root, which is taken but no node of the result.
+    costs, parents = np.zeros(2 * budget + 3), np.zeros(2 * budget + 3, np.int64)
+    depths = np.zeros(2 * budget + 3, np.int64)
+    paths = np.full((2 * budget + 3, levels + 1), -1)  # ranks by depth
+    count, best, node = 1, 0, 0
+    while True:
+        cost, depth = costs[best], depths[best]
+        costs[best] = np.inf  # taken
+        if depth > 0:
+            row, rank = logprobs[depth - 1], paths[best, depth - 1]
+            tokens[node], tree_depths[node] = ids[depth - 1, rank], depth
+            path_logprobs[node] = -cost
+            node += 1
+            tree_parents[node] = parents[best]
+            if rank + 1 < width and row[rank + 1] > -np.inf:
+                costs[count] = cost + row[rank] - row[rank + 1]
+                parents[count], depths[count], paths[count] = parents[best], depth, paths[best]
+                paths[count, depth - 1] += 1
+                count += 1
+        has_child = depth < levels and width > 0 and logprobs[depth, 0] > -np.inf
+        if has_child:
+            costs[count] = cost - logprobs[depth, 0]
+            parents[count], depths[count], paths[count] = node, depth + 1, paths[best]
+            paths[count, depth] = 0
+            count += 1
+        best = count - 1 if has_child and node < seeds else _cheapest(costs[:count], paths)
+        if node == budget or costs[best] == np.inf:
+            break
+    return tokens[:node], tree_depths[:node], tree_parents[: node + 1], path_logprobs[:node]
+
+
+@jit
+def _cheapest(costs, paths):  # type: ignore[no-untyped-def]
+    """The candidate of the least cost, equal ones by their ranks; a look at all of them is
+    quicker than a heap at these sizes."""
+    best = 0
+    for c in range(1, len(costs)):
+        if costs[c] < costs[best] or (costs[c] == costs[best] and _before(paths[c], paths[best])):
+            best = c
+    return best
+
+
+@jit
+def _before(a, b):  # type: ignore[no-untyped-def]
+    for i in range(len(a)):
+        if a[i] != b[i]:
+            return a[i] < b[i]
+    return False
 
 
 def walk(
@@ -158,31 +196,13 @@ def walk(
         raise ValueError(
             f"{len(next_token_of_node)} tokens for {len(tree) + 1} nodes, the root included"
         )
-    children, node, accepted = tree.children, 0, [0]
-    while (child := children[node].get(int(next_token_of_node[node]))) is not None:
-        accepted.append(child)
-        node = child
-    return accepted, int(next_token_of_node[node])
-
-
-def _chain(lps: list[list[float]], budget: int) -> Iterator[_Node]:
-    """The top-1 chain's nodes, down to the first depth where nothing is possible."""
-    cost = 0.0
-    for depth, row in enumerate(lps[:budget]):
-        if not row or not row[0] > _IMPOSSIBLE:
-            return
-        cost -= row[0]
-        yield cost, (0,) * (depth + 1), depth
-
-
-def _tree(ids: NDArray[np.int64], nodes: list[_Node]) -> Tree:
-    rows: list[list[int]] = ids.tolist()
-    return Tree(
-        np.array([rows[len(ranks) - 1][ranks[-1]] for _, ranks, _ in nodes], np.int64),
-        np.array([len(ranks) for _, ranks, _ in nodes], np.int64),
-        np.array([-1, *(parent for _, _, parent in nodes)], np.int64),
-        np.array([-cost for cost, _, _ in nodes], np.float64),
-    )
+    accepted, wanted = [0], int(next_token_of_node[0])
+    nodes = zip(tree.token_ids.tolist(), tree.parents[1:].tolist(), strict=True)
+    for node, (token, parent) in enumerate(nodes, start=1):  # children come after their parents
+        if token == wanted and parent == accepted[-1]:
+            accepted.append(node)
+            wanted = int(next_token_of_node[node])
+    return accepted, wanted
 
 
 def _checked(budget: int) -> int:

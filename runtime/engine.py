@@ -178,8 +178,8 @@ class Engine:
             step = drafted(token, tree, start)
             clock("tree")
             logits, features = model.forward(step, cache, taps)
-            clock("verify")
             chosen = choose(logits, step.positions + 1)
+            clock("verify")
             accepted, token = walk(tree, chosen)
             tokens = [*tree.token_ids[np.array(accepted[1:], int) - 1].tolist(), token]
             self._compact(cache, start, accepted)
@@ -265,10 +265,9 @@ class _Drafting:
         self.forwards += 1
         self._clock("draft")
         most = _AUTO_MOST if self._costs else int(self._budget)
-        ids, logprobs = top_k(logits, most)
         if self._mode == "chain":
-            return chain(ids, logprobs, most)
-        tree = build_tree(ids, logprobs, most, self._chain_seed)
+            return chain(*top_k(logits, 1), most)
+        tree = build_tree(*top_k(logits, most), most, self._chain_seed)
         if self._costs is None:
             return tree
         return tree.first(auto_budget(np.exp(tree.path_logprobs), self._costs, self._draft_seconds))

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from kconvert.layouts.repack import jit
 from kconvert.runtime.cpu_ops import REACH, SPLIT, prefix_length
 from kconvert.runtime.ddtree import Tree
 
@@ -19,16 +20,15 @@ class Step:
     positions: Ints  # [T], absolute
     slots: Ints  # [T], where the row's latent is written
     prefix: Ints  # [T], keys below are read in splits
-    windows: Ints  # [T, W], slots of the positions prefix … position, in order
+    windows: Ints  # [T, W], slots of the positions prefix … position, in order, then anything
     counts: Ints  # [T], of which so many
     prefill: bool  # attention in its plain form, which is less work a key; else absorbed
 
 
 def sequence(tokens: Ints, start: int) -> Step:
     """Committed tokens in a row, from position `start` on."""
-    positions = np.arange(start, start + len(tokens))
-    nothing = [np.empty(0, np.int64)] * len(tokens)
-    return _step(tokens, positions, positions, nothing, positions + 1, prefill=True)
+    parents = np.arange(-1, len(tokens) - 1)
+    return _step(tokens, np.arange(len(tokens)), parents, start, prefill=True)
 
 
 def drafted(anchor: int, tree: Tree, start: int) -> Step:
@@ -37,29 +37,27 @@ def drafted(anchor: int, tree: Tree, start: int) -> Step:
     Node i's latent goes to slot start + i; node i reads the committed positions, then its
     ancestors' slots and its own, which is the order a committed row reads the same values in.
     """
-    tokens = np.concatenate([[anchor], tree.token_ids]).astype(np.int64)
-    paths: list[Ints] = [np.array([start])]
-    for node in range(1, len(tokens)):
-        paths.append(np.append(paths[tree.parents[node]], start + node))
-    depths = np.concatenate([[0], tree.depths]).astype(np.int64)
-    slots = np.arange(start, start + len(tokens))
-    committed = np.full(len(tokens), start)
-    return _step(tokens, start + depths, slots, paths, committed, prefill=False)
+    tokens, depths = np.append(anchor, tree.token_ids), np.append(0, tree.depths)
+    return _step(tokens, depths, tree.parents, start, prefill=False)
 
 
-def _step(
-    tokens: Ints,
-    positions: Ints,
-    slots: Ints,
-    paths: list[Ints],
-    committed: Ints,
-    prefill: bool,
-) -> Step:
-    """`committed[t]`: positions below it are read at their own slots, then come paths[t]."""
+def _step(tokens: Ints, depths: Ints, parents: Ints, start: int, prefill: bool) -> Step:
+    """Row i is `depths[i]` below the row at position `start`, and a child of row parents[i]."""
+    positions = start + depths
     prefix = prefix_length(positions)
-    windows = np.zeros((len(tokens), SPLIT + REACH + 1), np.int64)
-    counts = positions - prefix + 1
-    for t, path in enumerate(paths):
-        own = np.arange(prefix[t], committed[t])
-        windows[t, : counts[t]] = np.concatenate([own, path])
-    return Step(tokens, positions, slots, prefix, windows, counts, prefill)
+    windows = np.empty((len(tokens), SPLIT + REACH + 1), np.int64)
+    _fill(start, prefix, depths, parents, windows)
+    slots = np.arange(start, start + len(tokens))
+    return Step(tokens, positions, slots, prefix, windows, positions - prefix + 1, prefill)
+
+
+@jit
+def _fill(start, prefix, depths, parents, windows):  # type: ignore[no-untyped-def]
+    for row in range(len(depths)):
+        committed = start - prefix[row]
+        for i in range(committed):
+            windows[row, i] = prefix[row] + i
+        node = row
+        for i in range(committed + depths[row], committed - 1, -1):
+            windows[row, i] = start + node
+            node = parents[node]
