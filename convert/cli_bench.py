@@ -80,14 +80,23 @@ def bench_decode(
     count: Count = None,
     new_tokens: NewTokens = 128,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """ar, chains and trees of several budgets side by side, on the CPU."""
     from kconvert.convert import text
     from kconvert.runtime import bench_decode as decode
 
+    if picture is not None and picture.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"{picture} is neither .png nor .svg", param_hint="--picture")
     chosen = decode.read_prompts(prompts, count)
     table = decode.bench_decode(output, drafter, chosen, new_tokens, dtype, to_stderr)
+    if picture is not None:
+        from kconvert.runtime.picture import decode_picture
+
+        decode_picture(table, picture)
     show(table, as_json, text.bench_decode_text, quiet=False)
 
 
@@ -96,17 +105,21 @@ def bench_decode(
 def bench_exact(
     drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.")],
     prompts: Prompts,
-    outputs: Annotated[list[Path], typer.Argument(help="Folders converted with --tp 1.")],
+    outputs: Annotated[list[Path], typer.Argument(help="Converted folders.")],
     count: Count = None,
     new_tokens: NewTokens = 128,
     as_json: Json = False,
 ) -> None:
-    """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs."""
+    """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs.
+
+    Folders for N ranks: torchrun --nproc-per-node N --no-python kconvert bench exact …
+    """
     from kconvert.convert import text
     from kconvert.runtime import bench_decode as decode
 
     chosen = decode.read_prompts(prompts, count)
     table = decode.bench_exact(outputs, drafter, chosen, new_tokens, to_stderr)
-    show(table, as_json, text.bench_exact_text, quiet=False)
+    if table["rank"] == 0:
+        show(table, as_json, text.bench_exact_text, quiet=False)
     if not table["exact"]:
         raise typer.Exit(1)

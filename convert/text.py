@@ -207,7 +207,8 @@ def bench_decode_text(table: dict[str, Any]) -> str:
     """`bench decode` as a table."""
     lines = [
         f"{table['prompts']} prompts × {table['new_tokens']} tokens, {table['dtype']}",
-        "mode    budget  tokens/s   × ar  forwards  fewer by  committed  draft  tree  verify  walk",
+        "mode    budget  tokens/s   × ar  forwards  fewer by  committed"
+        "  draft  tree  verify  walk  host",
     ]
     for row in table["rows"]:
         share = row["share"]
@@ -216,7 +217,7 @@ def bench_decode_text(table: dict[str, Any]) -> str:
             f" {row['speedup']:>6.2f} {row['target_forwards']:>9} {row['forwards_saved']:>9.2f}"
             f" {row['committed_per_forward']:>10.2f} {share.get('draft', 0):>6.0%}"
             f" {share.get('tree', 0):>5.1%} {share.get('verify', 0):>7.0%}"
-            f" {share.get('walk', 0):>5.1%}"
+            f" {share.get('walk', 0):>5.1%} {share.get('host', 0):>5.1%}"
         )
     return "\n".join(lines)
 
@@ -226,7 +227,7 @@ def bench_exact_text(table: dict[str, Any]) -> str:
     tokens = sum(row["tokens"] for row in table["rows"])
     if table["exact"]:
         return (
-            f"exact: {tokens:,} tokens in {len(table['rows'])} configurations,"
+            f"exact at tp {table['tp']}: {tokens:,} tokens in {len(table['rows'])} configurations,"
             f" {table['prompts']} prompts, every logit bit is ar's"
         )
     return "\n".join(

@@ -6,8 +6,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.runtime.engine import Engine, Generation
+from kconvert.runtime.ranks import ranks_from_environment
 from kconvert.runtime.smoke import first_difference
 
 BUDGETS = (1, 4, 7, 16, 33, 64)
@@ -45,16 +48,21 @@ def bench_exact(
     """Every mode and budget against `ar`, by the float32 bits of every committed logit.
 
     A row an output, dtype, temperature, mode and budget: tokens compared, and the prompts that
-    differ with their first differing position (there should be none).
+    differ with their first differing position (there should be none). Started by torchrun, every
+    rank makes the same table of its own logits.
     """
+    ranks = ranks_from_environment()
+    report = report if ranks.rank == 0 else lambda _: None
     rows = []
     for output in outputs:
         for dtype in dtypes:
-            engine = Engine.open(output, drafter, dtype)
+            engine = Engine.open(output, drafter, dtype, ranks)
             for temperature in temperatures:
                 rows += _exact_rows(engine, prompts, new_tokens, temperature, report)
     return {
         "bench": "exact",
+        "rank": ranks.rank,
+        "tp": ranks.size,
         "date": time.strftime("%Y-%m-%d"),
         "prompts": len(prompts),
         "new_tokens": new_tokens,
@@ -100,7 +108,8 @@ def bench_decode(
     report: Report,
 ) -> dict[str, Any]:
     """Tokens a second, target forwards and committed tokens a forward of `ar`, chains and trees
-    of several budgets and of the budget `auto`, and what each step's time goes to."""
+    of several budgets and of the budget `auto`, what each step's time goes to, and which share of
+    the steps `reached` each depth of their draft."""
     engine = Engine.open(output, drafter, dtype)
     engine.generate(prompts[0], 4, "ddtree", BUDGETS[-1])  # compiles, maps, warms
     engine.costs()
@@ -132,11 +141,14 @@ def _summary(made: list[Generation]) -> dict[str, Any]:
     prefill = parts.pop("prefill", 0.0)
     seconds = sum(generation.seconds for generation in made) - prefill
     tokens = sum(len(generation.tokens) - 1 for generation in made)
+    # The end of a text may cut its last step short.
+    depths = np.array([n - 1 for generation in made for n in generation.accepted[1:-1]])
     forwards = sum(generation.target_forwards - 1 for generation in made)
     return {
         "tokens": tokens,
         "target_forwards": forwards,
         "committed_per_forward": tokens / forwards if forwards else 0.0,
+        "reached": [float((depths >= d).mean()) for d in range(1, max(depths, default=0) + 1)],
         "tokens_per_second": tokens / seconds,
         "share": {name: part / seconds for name, part in sorted(parts.items())},
     }

@@ -1,7 +1,10 @@
 """Checkpoints for tests: read one into memory, change it, write it as other software would."""
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -82,3 +85,19 @@ def marlin_formula(packed: np.ndarray) -> np.ndarray:
     out = np.zeros(rows * columns // 8, np.uint32)
     np.bitwise_or.at(out, word, code << (4 * nibble).astype(np.uint32))
     return out.view(np.int32).reshape(columns // 16, 2 * rows)
+
+
+def torchrun(ranks: int, arguments: list[str | Path]) -> str:
+    """The output of a command that runs as so many ranks."""
+    tests = Path(__file__).parent
+    environment = {
+        **os.environ, "PYTHONPATH": f"{tests}:{tests / 'runtime'}", "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
+    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
+    outcome = subprocess.run(
+        [sys.executable, *launcher, *rendezvous, *arguments],
+        env=environment, capture_output=True, text=True, timeout=300,
+    )  # fmt: skip
+    assert outcome.returncode == 0, outcome.stderr[-3000:]
+    return outcome.stdout

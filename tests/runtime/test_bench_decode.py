@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from kit import KIMI_MINI
+from kit import KIMI_MINI, torchrun
 from safetensors.torch import save_file
 
 from kconvert.convert import convert
@@ -93,6 +93,25 @@ def test_bench_exact_finds_a_difference(made, kconvert, monkeypatch) -> None:
     assert "NOT EXACT: marlin float32 T 0.0 ddtree 16, prompt 0: position 12" in outcome.out
 
 
+def test_bench_exact_by_torchrun(made, tmp_path: Path) -> None:
+    """One rank speaks, of both."""
+    convert(KIMI_MINI, tmp_path / "two", tp=2)
+    arguments = ["bench", "exact", made["drafter"], made["prompts.json"], tmp_path / "two"]
+    outcome = torchrun(
+        2, ["-m", "kconvert.convert.cli", *arguments, "--count", "1", "--new-tokens", "3"]
+    )
+    assert outcome.startswith("exact at tp 2: 108 tokens in 36 configurations, 1 prompts")
+
+
+def test_bench_decode_draws(made, tmp_path: Path, kconvert) -> None:
+    command = ["bench", "decode", made["blobs"], made["drafter"], made["prompts.json"]]
+    short = [*command, "--count", 1, "--new-tokens", 3, "--picture"]
+    assert kconvert(*short, tmp_path / "picture.pdf").code == 2
+    assert kconvert(*short, tmp_path / "picture.svg").code == 0
+    drawn = (tmp_path / "picture.svg").read_text()
+    assert drawn.startswith("<?xml") and "accepted drafts" in drawn
+
+
 def test_bench_decode_accounts_for_its_time(made) -> None:
     prompts = bench_decode.read_prompts(made["prompts.json"], None)
     table = bench_decode.bench_decode(
@@ -103,6 +122,7 @@ def test_bench_decode_accounts_for_its_time(made) -> None:
     for row in table["rows"]:
         assert row["tokens"] == 3 * 5
         assert 0.9 < sum(row["share"].values()) <= 1.01
+        assert row["reached"] == sorted(row["reached"], reverse=True)
     assert table["rows"][0]["forwards_saved"] == 1.0
 
 

@@ -1,14 +1,11 @@
 """Tensor parallelism: at any tp the modes agree bit for bit, and all tp's logits agree."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-from kit import KIMI_MINI
+from kit import KIMI_MINI, torchrun
 
 from kconvert.convert import convert
 from kconvert.runtime.engine import Engine
@@ -24,19 +21,6 @@ def test_smoke_generate_by_torchrun(tmp_path: Path) -> None:
     convert(KIMI_MINI, tmp_path / "one")
     alone = Engine.open(tmp_path / "one").generate([1, 2, 3], 4)
     assert json.loads(outcome)["tokens"] == alone.tokens
-
-
-def torchrun(ranks: int, arguments: list[str | Path]) -> str:
-    here = Path(__file__).parent
-    environment = {**os.environ, "PYTHONPATH": f"{here.parent}:{here}", "OMP_NUM_THREADS": "1"}
-    launcher = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks)]
-    rendezvous = ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"]
-    outcome = subprocess.run(
-        [sys.executable, *launcher, *rendezvous, *arguments],
-        env=environment, capture_output=True, text=True, timeout=300,
-    )  # fmt: skip
-    assert outcome.returncode == 0, outcome.stderr[-3000:]
-    return outcome.stdout
 
 
 @pytest.mark.parametrize(
