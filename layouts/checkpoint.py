@@ -5,7 +5,7 @@ compiler and the validator work on facts.
 """
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -62,28 +62,42 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give a checkpoint's folder.")
+    files = {
+        path.name: path.stat().st_size if path.is_file() else None for path in folder.iterdir()
+    }
+    return assemble(folder, files, lambda names: {n: read_header(folder / n) for n in names})
+
+
+def assemble(
+    folder: Path,
+    files: dict[str, int | None],
+    read_headers: Callable[[list[str]], dict[str, Header]],
+) -> Checkpoint:
+    """Inventory of the checkpoint whose `files` have so many bytes (None: not a file).
+
+    Only config and index have to lie in `folder`; headers come through `read_headers`, so that the
+    shards may be elsewhere.
+    """
     config = read_json(folder / CONFIG_NAME)
-    files = sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    # Hidden files are the tools' (.gitattributes, .cache), not the model's.
+    files = {name: size for name, size in sorted(files.items()) if not name.startswith(".")}
     weight_map = read_index(folder, files)
     wanted = sorted(set(weight_map.values())) if weight_map else _only_shard(folder, files)
-    headers = {
-        name: (read_header(folder / name), (folder / name).stat().st_size)
-        for name in wanted
-        if (folder / name).is_file()
-    }
-    if not headers:
+    sizes = {name: size for name in wanted if (size := files.get(name)) is not None}
+    if not sizes:
         raise CheckpointError(f"{folder} holds none of the {len(wanted)} shards its index names.")
+    headers = read_headers(list(sizes))
     tensors, absent, ignored = take_inventory(weight_map, headers)
-    small, skipped = _sort_files(folder, files, set(wanted))
+    small, skipped = _sort_files(files, set(wanted))
     shards = {
-        name: Shard(name, size, header.data_start, header.raw)
-        for name, (header, size) in headers.items()
+        name: Shard(name, sizes[name], header.data_start, header.raw)
+        for name, header in headers.items()
     }
     return Checkpoint(config, tensors, absent, shards, (*ignored, *skipped), tuple(small))
 
 
 def take_inventory(
-    weight_map: dict[str, str] | None, headers: dict[str, tuple[Header, int]]
+    weight_map: dict[str, str] | None, headers: dict[str, Header]
 ) -> tuple[dict[str, SourceTensor], dict[str, str], list[str]]:
     """Join an index (None: a single file without one) with its shards' headers.
 
@@ -94,15 +108,13 @@ def take_inventory(
     absent: dict[str, str] = {}
     ignored: list[str] = []
     if weight_map is None:
-        weight_map = {
-            name: shard for shard, (header, _) in headers.items() for name in header.tensors
-        }
+        weight_map = {name: shard for shard, header in headers.items() for name in header.tensors}
     placed = dict.fromkeys(headers, 0)
     for name, shard in weight_map.items():
         if shard not in headers:
             absent[name] = shard
             continue
-        entry = headers[shard][0].tensors.get(name)
+        entry = headers[shard].tensors.get(name)
         if entry is None:
             raise CheckpointError(
                 f"{shard} lacks tensor {name}, which the index places there:"
@@ -112,7 +124,7 @@ def take_inventory(
             name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes
         )
         placed[shard] += 1
-    for shard, (header, _) in headers.items():
+    for shard, header in headers.items():
         if placed[shard] < len(header.tensors):
             extra = [n for n in header.tensors if weight_map.get(n) != shard]
             ignored.append(f"{shard}: {len(extra)} tensor(s) not in the index, {_some(extra)}")
@@ -134,7 +146,7 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_index(folder: Path, files: list[str]) -> dict[str, str] | None:
+def read_index(folder: Path, files: Collection[str]) -> dict[str, str] | None:
     """tensor → shard name of the folder's index; None where there is no index."""
     if INDEX_NAME not in files:
         return None
@@ -177,7 +189,7 @@ def natural(config: dict[str, Any], key: str, default: int, most: int = 1 << 31)
     return 0 if value == 0 and type(value) is int else positive(config, key, most)
 
 
-def _only_shard(folder: Path, files: list[str]) -> list[str]:
+def _only_shard(folder: Path, files: Collection[str]) -> list[str]:
     shards = [name for name in files if name.endswith(".safetensors")]
     if len(shards) != 1:
         found = f"{len(shards)} safetensors files" if shards else "no safetensors file"
@@ -187,29 +199,22 @@ def _only_shard(folder: Path, files: list[str]) -> list[str]:
     return shards
 
 
-def _sort_files(
-    folder: Path, files: Iterable[str], shards: set[str]
-) -> tuple[list[str], list[str]]:
-    """The small files to copy, and a sentence for each file or folder that is left alone.
-
-    Hidden files are neither: they are the tools' (.gitattributes, .cache), not the model's.
-    """
+def _sort_files(files: dict[str, int | None], shards: set[str]) -> tuple[list[str], list[str]]:
+    """The small files to copy, and a sentence for each file or folder that is left alone."""
     small, skipped = [], []
-    reasons: list[tuple[Callable[[Path], bool], str]] = [
-        (lambda p: not p.is_file(), "not a file"),
-        (lambda p: p.suffix in _WEIGHT_SUFFIXES, "weights the index does not name"),
-        (lambda p: p.name.endswith(".index.json"), "the index of other weights"),
-        (lambda p: p.stat().st_size > _SMALL_FILE_BYTES, "too large for a small file"),
-    ]
-    for name in files:
-        path = folder / name
+    for name, size in files.items():
         if name in shards or name == INDEX_NAME:
             continue
-        reason = next((text for test, text in reasons if test(path)), None)
-        if reason is None:
-            small.append(name)
+        if size is None:
+            skipped.append(f"{name}: not a file")
+        elif Path(name).suffix in _WEIGHT_SUFFIXES:
+            skipped.append(f"{name}: weights the index does not name")
+        elif name.endswith(".index.json"):
+            skipped.append(f"{name}: the index of other weights")
+        elif size > _SMALL_FILE_BYTES:
+            skipped.append(f"{name}: too large for a small file")
         else:
-            skipped.append(f"{name}: {reason}")
+            small.append(name)
     return small, skipped
 
 

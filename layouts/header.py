@@ -8,6 +8,7 @@ silent (duplicate keys) and plainer where it misnames a fault (LFS pointers, tru
 import json
 import os
 import stat
+from collections.abc import Callable
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -55,28 +56,35 @@ def read_header(path: Path) -> Header:
         status = os.fstat(fd)
         if not stat.S_ISREG(status.st_mode):
             raise CheckpointError(f"{path} is not a regular file.")
-        size = status.st_size
-        first = os.pread(fd, 64, 0)
-        if size == 0:
-            raise CheckpointError(f"{path} is empty: download it again.")
-        if first.startswith(_LFS_POINTER):
-            raise CheckpointError(
-                f"{path} is a Git LFS pointer, not the tensors: fetch the file with `git lfs pull`."
-            )
-        if size < 8:
-            raise CheckpointError(
-                f"{path} is truncated: {size} bytes found, at least 8 expected; download it again."
-            )
-        length = int.from_bytes(first[:8], "little")
-        if length > min(MAX_HEADER_BYTES, size - 8):
-            raise CheckpointError(
-                f"{path} is no safetensors file or is truncated: its header claims {length:,} bytes"
-                f" and the file has {size:,} (at most {MAX_HEADER_BYTES:,} are allowed);"
-                " download it again."
-            )
-        return parse_header(os.pread(fd, 8 + length, 0), size, str(path))
+        return header_from(lambda count: os.pread(fd, count, 0), status.st_size, str(path))
     finally:
         os.close(fd)
+
+
+def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Header:
+    """The checked header of a file of `size` bytes, of which `read_first(n)` gives the first n.
+
+    Raises CheckpointError, where it starts like no safetensors file or as `parse_header` does.
+    """
+    first = read_first(64)
+    if size == 0:
+        raise CheckpointError(f"{file} is empty: download it again.")
+    if first.startswith(_LFS_POINTER):
+        raise CheckpointError(
+            f"{file} is a Git LFS pointer, not the tensors: fetch the file with `git lfs pull`."
+        )
+    if size < 8:
+        raise CheckpointError(
+            f"{file} is truncated: {size} bytes found, at least 8 expected; download it again."
+        )
+    length = int.from_bytes(first[:8], "little")
+    if length > min(MAX_HEADER_BYTES, size - 8):
+        raise CheckpointError(
+            f"{file} is no safetensors file or is truncated: its header claims {length:,} bytes"
+            f" and the file has {size:,} (at most {MAX_HEADER_BYTES:,} are allowed);"
+            " download it again."
+        )
+    return parse_header(read_first(8 + length), size, file)
 
 
 def parse_header(raw: bytes, file_size: int, file: str) -> Header:
