@@ -19,6 +19,7 @@ from kconvert.convert.cli_common import (
     folder_argument,
     numbers,
     progress_bar,
+    reporting,
     show,
 )
 
@@ -48,13 +49,24 @@ def _interrupt(*_: object) -> NoReturn:
 @app.command()
 @explained
 def convert(
-    source: Annotated[Path, folder_argument("The folder of a checkpoint.")],
+    source: Annotated[
+        str, typer.Argument(help="The folder of a checkpoint, or its name on the Hub.")
+    ],
     output: Annotated[Path, folder_argument("The folder to write; resumed if it is there.")],
     layout: Annotated[str, typer.Option(help="marlin or w4a16.")] = "marlin",
     tp: Annotated[int, typer.Option(help="World size: ranks, one a GPU.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallelism; divides tp.")] = 1,
     layers: Layers = None,
     ranks: Annotated[str | None, typer.Option(help="Only these ranks' blobs: 0,3.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit on the Hub; main if not given.")
+    ] = None,
+    cache_dir: Annotated[
+        Path | None, typer.Option(parser=folder, help="huggingface_hub's cache, if not its own.")
+    ] = None,
+    keep_shards: Annotated[
+        bool, typer.Option("--keep-shards", help="Download into the cache; delete nothing.")
+    ] = False,
     workers: Workers = None,
     text_only: Annotated[bool, typer.Option(help="Leave the vision tower out.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace what another run wrote.")] = False,
@@ -66,18 +78,18 @@ def convert(
     from kconvert.convert import text
     from kconvert.convert.run import Options, prepare, run
 
+    if not source:
+        raise typer.BadParameter("it is empty", param_hint="SOURCE")
     options = Options(
         layout, tp, ep, numbers("--layers", layers), numbers("--ranks", ranks),
-        text_only, overwrite, workers,
+        text_only, overwrite, workers, revision, cache_dir, keep_shards,
     )  # fmt: skip
     prepared = prepare(source, output, options)
     if dry_run:
         show(text.plan_table(prepared), as_json, text.plan_text, quiet)
         return
-    total = sum(file.nbytes - file.header_bytes for file in prepared.plan.files)
-    done = total - sum(file.nbytes - file.header_bytes for file in prepared.rest.files)
-    with progress_bar("convert", total, quiet, done) as progress:
-        result = run(prepared, progress)
+    with reporting(prepared.work, quiet) as meter:
+        result = run(prepared, meter)
     show(text.conversion_table(result), as_json, text.conversion_text, quiet)
 
 

@@ -7,14 +7,18 @@ import os
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
 
 import typer
 
 from kconvert.layouts.errors import KconvertError, UnavailableError
+
+if TYPE_CHECKING:
+    from kconvert.convert.progress import Meter, Work
 
 P = ParamSpec("P")
 
@@ -123,6 +127,32 @@ def progress_bar(
         desc=what, total=total, initial=done, unit="B", unit_scale=True, disable=disable
     ) as bar:
         yield lambda count: bar.update(count) and None
+
+
+@contextmanager
+def reporting(work: "Work", quiet: bool) -> Iterator["Meter"]:
+    """A meter whose state is shown on stderr: every second on a terminal; in a log a line after
+    half a minute, so that an estimate is there early, and then every five."""
+    from kconvert.convert.progress import Meter, status_line
+
+    meter, over, live = Meter(), threading.Event(), sys.stderr.isatty()
+
+    def report() -> None:
+        while not over.wait(1 if live else 300 if meter.seconds > 30 else 30):
+            line = f"convert {status_line(meter.stages(), work, meter.seconds)}"
+            print(f"\r{line}\x1b[K" if live else line, end="" if live else "\n", file=sys.stderr)
+
+    thread = threading.Thread(target=report, daemon=True)
+    if not quiet:
+        thread.start()
+    try:
+        yield meter
+    finally:
+        over.set()
+        if not quiet:
+            thread.join()
+            if live:
+                print("\r\x1b[K", end="", file=sys.stderr)
 
 
 def to_stderr(line: str) -> None:

@@ -10,34 +10,30 @@ beside the plan and the interpreter, whatever the number of layers (`memory_boun
 interpreter.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import closing
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.convert.plan import Job, Plan
+from kconvert.convert.progress import Meter
+from kconvert.convert.source import Source
 from kconvert.convert.writer import BlobWriter
 from kconvert.layouts.blob import BlobTensor
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.compressed_tensors import QuantizedMatrix, check_weight_shape
 from kconvert.layouts.errors import KconvertError
+from kconvert.layouts.manifest import WORK_FOLDER
 from kconvert.layouts.model import Expert
 from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch
 from kconvert.layouts.sharding import RankSlice, stacked_names
 
 _SCALE_BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
-Progress = Callable[[int], None]  # told the bytes that were just written
-
-
-class Source(Protocol):
-    """What is needed of a source: its files, and that they stay the same (`source.py`)."""
-
-    def path(self, name: str) -> Path: ...
-    def check_unchanged(self, shards: Iterable[str]) -> None: ...
 
 
 def memory_bound(plan: Plan, workers: int) -> int:
@@ -54,49 +50,57 @@ def memory_bound(plan: Plan, workers: int) -> int:
     return workers * (expert + piece + CHUNK_BYTES)
 
 
-def execute(
-    plan: Plan,
-    source: Source,
-    output: Path,
-    workers: int,
-    progress: Progress = lambda _: None,
-) -> int:
+def execute(plan: Plan, source: Source, output: Path, workers: int, meter: Meter) -> int:
     """Write and publish every file of `plan` under `output`; returns the bytes read.
 
-    Raises CheckpointError for a fault in the source's data, OSError as the system gives it;
-    unpublished files are gone then, published ones stay.
+    Raises CheckpointError for a fault in the source's data, UnavailableError where a shard cannot
+    be got, OSError as the system gives it; unpublished files are gone then, published ones stay.
     """
-    reader = Reader(source.path)
-    packer = _Packer(plan, reader, progress)
+    order = [{tensor.shard for tensor in job.source_tensors} for job in plan.jobs]
     pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
     publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
     syncing: Future[None] | None = None
     writers: list[BlobWriter] = []
-    try:
-        for job in plan.jobs:
-            before = reader.bytes_read
-            current = [BlobWriter(output, file) for file in job.files]
-            writers = [writer for writer in writers if not writer.closed] + current
-            _finish([pool.submit(task) for task in packer.tasks(job, current)])
-            if reader.bytes_read - before != job.source_bytes:
-                raise KconvertError(
-                    f"{job.group.name}: {reader.bytes_read - before:,} bytes were read,"
-                    f" {job.source_bytes:,} planned; this is a bug."
-                )
-            source.check_unchanged({tensor.shard for tensor in job.source_tensors})
-            # Syncing a layer overlaps with converting the next, never with more than one.
+    with (
+        source.deliveries(order, output / WORK_FOLDER, meter) as shards,
+        closing(Reader(shards.path)) as reader,
+    ):
+        packer = _Packer(plan, reader, meter)
+
+        def publish(job: int, done: list[BlobWriter]) -> None:
+            with meter.busy("write"):
+                for writer in done:
+                    writer.publish()
+            for shard in shards.release(job):
+                reader.forget(shard)
+
+        try:
+            for i, job in enumerate(plan.jobs):
+                shards.take(i)
+                before = reader.bytes_read
+                current = [BlobWriter(output, file) for file in job.files]
+                writers = [writer for writer in writers if not writer.closed] + current
+                with meter.busy("work"):
+                    _finish([pool.submit(task) for task in packer.tasks(job, current)])
+                if reader.bytes_read - before != job.source_bytes:
+                    raise KconvertError(
+                        f"{job.group.name}: {reader.bytes_read - before:,} bytes were read,"
+                        f" {job.source_bytes:,} planned; this is a bug."
+                    )
+                shards.check(i)
+                # Syncing a layer overlaps with converting the next, never with more than one.
+                if syncing is not None:
+                    syncing.result()
+                syncing = publisher.submit(publish, i, current)
             if syncing is not None:
                 syncing.result()
-            syncing = publisher.submit(_publish, current)
-        if syncing is not None:
-            syncing.result()
-    finally:
-        # On a failure or an interrupt: no new work, wait for what runs (milliseconds), clean up.
-        for executor in (pool, publisher):
-            executor.shutdown(wait=True, cancel_futures=True)
-        for writer in writers:
-            writer.close()
-        reader.close()
+        finally:
+            # On a failure or an interrupt: no new work, what is whole is still published, and the
+            # rest is cleaned up.
+            pool.shutdown(wait=True, cancel_futures=True)
+            publisher.shutdown(wait=True)
+            for writer in writers:
+                writer.close()
     return reader.bytes_read
 
 
@@ -108,19 +112,14 @@ def _finish(futures: list[Future[None]]) -> None:
         future.result()
 
 
-def _publish(writers: list[BlobWriter]) -> None:
-    for writer in writers:
-        writer.publish()
-
-
 class _Packer:
     """Turns the pieces of a job that can run at once into tasks, and does them."""
 
-    def __init__(self, plan: Plan, reader: Reader, progress: Progress) -> None:
+    def __init__(self, plan: Plan, reader: Reader, meter: Meter) -> None:
         self._layout = plan.target.layout
         self._quantization = plan.dims.quantization
         self._reader = reader
-        self._progress = progress
+        self._meter = meter
         self._scratch = Scratch()
 
     def tasks(self, job: Job, writers: list[BlobWriter]) -> Iterator[Callable[[], None]]:
@@ -141,8 +140,8 @@ class _Packer:
 
     def _copy(self, writer: BlobWriter, tensor: BlobTensor, source: SourceTensor) -> None:
         buffer = self._scratch.take("chunk", (CHUNK_BYTES,), np.uint8)
-        writer.write_whole(tensor, self._reader.chunks(source, buffer))
-        self._progress(tensor.nbytes)
+        with self._meter.busy("write", tensor.nbytes):
+            writer.write_whole(tensor, self._reader.chunks(source, buffer))
 
     def _convert(
         self,
@@ -151,9 +150,11 @@ class _Packer:
         owners: list[tuple[BlobWriter, RankSlice]],
         names: tuple[str, ...],
     ) -> None:
-        gate, gate_scale = self._load("gate", expert.gate)
-        up, up_scale = self._load("up", expert.up)
-        down, down_scale = self._load("down", expert.down)
+        busy, size = self._meter.busy, sum(t.nbytes for matrix in expert for t in matrix)
+        with busy("convert", size):
+            gate, gate_scale = self._load("gate", expert.gate)
+            up, up_scale = self._load("up", expert.up)
+            down, down_scale = self._load("down", expert.down)
         hidden = range(len(down))
         groups = self._quantization.groups(range(len(down)))
         layout = self._layout
@@ -167,17 +168,18 @@ class _Packer:
                 for i, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True))
             ]
             w13, w13_scale, w2, w2_scale = outs
-            layout.pack_weight_into(gate, rows, hidden, w13, 0)
-            layout.pack_weight_into(up, rows, hidden, w13, len(rows))
-            layout.pack_scales_into(gate_scale, rows, groups, w13_scale, 0)
-            layout.pack_scales_into(up_scale, rows, groups, w13_scale, len(rows))
-            layout.pack_weight_into(down, hidden, rows, w2, 0)
-            layout.pack_scales_into(
-                down_scale, hidden, self._quantization.groups(rows), w2_scale, 0
-            )
-            for tensor, out in zip(tensors, outs, strict=True):
-                writer.write_expert(tensor, index - experts.start, memoryview(out).cast("B"))
-                self._progress(out.nbytes)
+            with busy("convert"):
+                layout.pack_weight_into(gate, rows, hidden, w13, 0)
+                layout.pack_weight_into(up, rows, hidden, w13, len(rows))
+                layout.pack_scales_into(gate_scale, rows, groups, w13_scale, 0)
+                layout.pack_scales_into(up_scale, rows, groups, w13_scale, len(rows))
+                layout.pack_weight_into(down, hidden, rows, w2, 0)
+                layout.pack_scales_into(
+                    down_scale, hidden, self._quantization.groups(rows), w2_scale, 0
+                )
+            with busy("write", sum(out.nbytes for out in outs)):
+                for tensor, out in zip(tensors, outs, strict=True):
+                    writer.write_expert(tensor, index - experts.start, memoryview(out).cast("B"))
 
     def _load(self, role: str, matrix: QuantizedMatrix) -> tuple[NDArray[Any], NDArray[Any]]:
         """A matrix's packed words int32 [N, K/8] and scale bits [N, G]; weight_shape is checked."""

@@ -1,5 +1,6 @@
 """What an output folder holds, judged against a plan: what is published, what is in the way."""
 
+import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import NamedTuple
 from kconvert.convert.plan import Plan, PlannedFile
 from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import CheckpointError, OutputError
+from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
 from kconvert.layouts.manifest import MANIFEST_NAME, FileEntry
 from kconvert.layouts.model import layer_numbers, ranges
 
@@ -100,6 +101,16 @@ def blob_paths(output: Path) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
 
 
+def recorded_commit(output: Path, repo: str) -> str | None:
+    """The commit of the repository from which the blobs in `output` were made, if any is there."""
+    for path in blob_paths(output):
+        with contextlib.suppress(KconvertError):  # what lies there is judged later
+            _, info = read_blob(path)
+            if info.repo == repo:
+                return info.commit
+    return None
+
+
 def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -> Conflict | None:
     """Why the blob at `path` is not one of this output, or None."""
     try:
@@ -120,9 +131,15 @@ def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -
     if file is not None and info.fingerprint != file.info.fingerprint:
         text = "was made from other weights than this source's (its fingerprint differs)"
         return Conflict(path, text, True)
-    if (file is None and not expected) or (info.repo, info.commit) != (target.repo, target.commit):
+    if (info.repo, info.commit) != (target.repo, target.commit):
+        return Conflict(path, f"was made from {_origin(info.repo, info.commit)}", True)
+    if file is None and not expected:
         return Conflict(path, "is not a file of this conversion", True)
     return None
+
+
+def _origin(repo: str | None, commit: str | None) -> str:
+    return f"{repo} at {commit}" if repo else "a local folder"
 
 
 def overlap(source: Path, shards: Iterable[Path], output: Path) -> None:

@@ -3,7 +3,7 @@
 import gc
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -13,10 +13,17 @@ from kconvert.convert import publish
 from kconvert.convert.execute import execute, memory_bound
 from kconvert.convert.output import Found
 from kconvert.convert.plan import Plan, Target, make_plan
-from kconvert.convert.source import LocalSource, open_source
+from kconvert.convert.progress import Meter, Stage, Work
+from kconvert.convert.source import COMMIT, REPO_ID, Source, open_hub, open_local
 from kconvert.layouts.blob import COMMON_FOLDER
-from kconvert.layouts.errors import OutputError
-from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, encode_manifest, read_manifest
+from kconvert.layouts.errors import OutputError, UnsupportedError
+from kconvert.layouts.manifest import (
+    MANIFEST_NAME,
+    WORK_FOLDER,
+    Manifest,
+    encode_manifest,
+    read_manifest,
+)
 from kconvert.layouts.model import VISION, read_model
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism
@@ -37,13 +44,16 @@ class Options:
     text_only: bool = False
     overwrite: bool = False
     workers: int | None = None  # None: see Prepared.workers
+    revision: str | None = None  # of a Hub repository; None: main
+    cache_dir: Path | None = None  # huggingface_hub's; None: its own default
+    keep_shards: bool = False  # download into the cache, and delete nothing
 
 
 @dataclass(frozen=True)
 class Prepared:
     """A conversion that is ready to run: nothing was written yet."""
 
-    source: LocalSource
+    source: Source
     output: Path
     plan: Plan  # all of it
     found: Found
@@ -66,6 +76,29 @@ class Prepared:
         return sizes
 
     @property
+    def shards(self) -> set[str]:
+        """What is still to be read."""
+        return {tensor.shard for job in self.rest.jobs for tensor in job.source_tensors}
+
+    @property
+    def download(self) -> dict[str, int]:
+        """Bytes that are still to be downloaded, by shard."""
+        return self.source.to_download(self.shards, self.output / WORK_FOLDER)
+
+    @property
+    def work(self) -> Work:
+        """What is left to do, in bytes."""
+        return Work(
+            sum(self.download.values()), sum(f.nbytes - f.header_bytes for f in self.rest.files)
+        )
+
+    @property
+    def disk(self) -> dict[str, int]:
+        """Bytes by file of everything that will lie on a disk at one time."""
+        downloads = self.source.disk_for(self.shards, self.output / WORK_FOLDER)
+        return self.sizes | {str(path): size for path, size in downloads.items()}
+
+    @property
     def replaced(self) -> dict[str, int]:
         """--overwrite: bytes of every file that will be replaced or removed, by path."""
         paths = [conflict.path for conflict in self.found.conflicts]
@@ -82,7 +115,7 @@ class Prepared:
 
     def disks(self) -> list[tuple[Path, int, int]]:
         """(folder, bytes needed, bytes free) of each file system that will be written."""
-        needed = publish.needed_by_device(self.output, self.sizes)
+        needed = publish.needed_by_device(self.output, self.disk)
         return [(folder, size, shutil.disk_usage(folder).free) for folder, size in needed.items()]
 
 
@@ -100,6 +133,10 @@ class Conversion:
     trusted: tuple[str, ...]  # published files that could not be compared: their shards are gone
     ignored: tuple[str, ...]  # sentences on what the source has and nobody read
     left_out: tuple[str, ...]  # groups that this run was not asked for
+    repo: str | None  # of the Hub, and the commit
+    commit: str | None
+    seconds: float
+    stages: dict[str, Stage]  # where they went
 
 
 def prepare(source: str | Path, output: str | Path, options: Options) -> Prepared:
@@ -110,20 +147,42 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     """
     output = Path(output)
     with _without_collection():
-        opened = open_source(source)
+        opened = _open(str(source), output, options)
         checkpoint = opened.checkpoint
         judge.refuse_reserved(checkpoint.small_files)
         judge.overlap(opened.folder, map(opened.path, checkpoint.shards), output)
         plan = make_plan(
             read_model(checkpoint),
             opened.contents,
-            Target(layout_named(options.layout), Parallelism(options.tp, options.ep)),
+            Target(
+                layout_named(options.layout),
+                Parallelism(options.tp, options.ep),
+                opened.name,
+                opened.commit,
+            ),
             layers=options.layers,
             ranks=options.ranks,
             text_only=options.text_only,
         )
     small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
     return _looked_at(Prepared(opened, output, plan, judge.NOTHING, small, options))
+
+
+def _open(source: str, output: Path, options: Options) -> Source:
+    """The folder `source`, or the Hub's repository of that name."""
+    if Path(source).exists() or not REPO_ID.fullmatch(source):
+        hub_only = options.revision or options.cache_dir or options.keep_shards
+        if hub_only and Path(source).is_dir():
+            raise UnsupportedError(
+                f"{source} is a folder here: --revision, --cache-dir and --keep-shards are for a"
+                " repository of the Hub."
+            )
+        return open_local(Path(source))
+    revision = options.revision
+    if revision is None or not COMMIT.fullmatch(revision):
+        # A branch may have moved since the output was begun.
+        revision = judge.recorded_commit(output, source) or revision
+    return open_hub(source, revision, options.cache_dir, options.keep_shards)
 
 
 def _looked_at(prepared: Prepared) -> Prepared:
@@ -147,20 +206,20 @@ def _without_collection() -> Iterator[None]:
             gc.enable()
 
 
-def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) -> Conversion:
-    """Carry out a prepared conversion; `progress` is told the bytes written, as they are.
+def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
+    """Carry out a prepared conversion; `meter` sees how far it is.
 
     Raises UnavailableError for lack of space or another run, CheckpointError for faults in the
     data, OutputError where something came into the output meanwhile.
     """
-    output = prepared.output
+    output, meter = prepared.output, meter or Meter()
     with publish.working_in(output):
         prepared = _looked_at(prepared)  # another run may have ended since
-        publish.check_space(output, prepared.sizes)
+        publish.check_space(output, prepared.disk)
         rest, replaced, before = prepared.rest, prepared.replaced, _manifest_there(output)
         if replaced:
             (output / MANIFEST_NAME).unlink(missing_ok=True)
-        bytes_read = execute(rest, prepared.source, output, prepared.workers, progress)
+        bytes_read = execute(rest, prepared.source, output, prepared.workers, meter)
         for name, content in prepared.small_files.items():
             publish.write_file(output, name, content)
         written = {file.path for file in rest.files} | prepared.small_files.keys()
@@ -178,6 +237,10 @@ def run(prepared: Prepared, progress: Callable[[int], None] = lambda _: None) ->
         tuple(sorted(prepared.found.trusted)),
         prepared.source.checkpoint.ignored,
         prepared.plan.left_out,
+        prepared.source.name,
+        prepared.source.commit,
+        meter.seconds,
+        meter.stages(),
     )
 
 

@@ -1,17 +1,78 @@
-"""Where a checkpoint comes from: a local folder (a Hub repository is not read yet)."""
+"""Where a checkpoint comes from: a local folder, or a repository of the Hub at a commit."""
 
 import os
-from collections.abc import Iterable
+import re
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 import xxhash
 
-from kconvert.layouts.checkpoint import Checkpoint, Shard, read_checkpoint
+from kconvert.convert.progress import Meter
+from kconvert.layouts.checkpoint import (
+    CONFIG_NAME,
+    INDEX_NAME,
+    Checkpoint,
+    Shard,
+    assemble,
+    read_checkpoint,
+)
 from kconvert.layouts.errors import CheckpointError
 
+if TYPE_CHECKING:
+    from kconvert.convert.hub import Repo
+
+REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
+_REQUESTS = 8  # at once
+
+
+class Deliveries(Protocol):
+    """The shards of a run's jobs, job after job: `take`, convert, `check`, publish, `release`."""
+
+    def take(self, job: int) -> None:
+        """Wait until a job's shards are there."""
+
+    def path(self, shard: str) -> Path:
+        """Where a taken shard lies."""
+
+    def check(self, job: int) -> None:
+        """Raise CheckpointError where a shard is not what it was when the plan was made."""
+
+    def release(self, job: int) -> list[str]:
+        """The job's blobs are published; the shards that no later job needs."""
+
+
+class Source(Protocol):
+    """A checkpoint that is ready to be converted."""
+
+    checkpoint: Checkpoint
+    contents: dict[str, str]  # shard → identity of its content
+    name: str | None  # repository and commit, of a Hub source
+    commit: str | None
+
+    @property
+    def folder(self) -> Path:
+        """Where small files lie, and shards as far as they are there."""
+
+    def path(self, name: str) -> Path:
+        """A file in `folder`, with links followed."""
+
+    def deliveries(
+        self, order: list[set[str]], work: Path, meter: Meter
+    ) -> AbstractContextManager[Deliveries]:
+        """`order[i]`: the shards that job i needs. `work`: for what is downloaded."""
+
+    def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
+        """Bytes that are missing of those of the shards that are not all here."""
+
+    def disk_for(self, shards: set[str], work: Path) -> dict[Path, int]:
+        """Bytes that downloading the shards takes at a time, by the files they go into."""
 
 
 @dataclass(frozen=True)
@@ -22,35 +83,138 @@ class LocalSource:
     checkpoint: Checkpoint
     contents: dict[str, str]  # shard → content_id
     stamps: dict[str, tuple[int, ...]]  # shard → what changes when its file does
+    name: None = None
+    commit: None = None
 
     def path(self, name: str) -> Path:
-        """The file called `name`, with links followed."""
         return (self.folder / name).resolve()
 
-    def check_unchanged(self, shards: Iterable[str]) -> None:
-        """Raise CheckpointError where a shard is not the file any more whose content was taken."""
-        for name in shards:
-            if _stamp(self.path(name)) != self.stamps[name]:
+    def deliveries(
+        self, order: list[set[str]], work: Path, meter: Meter
+    ) -> AbstractContextManager[Deliveries]:
+        return nullcontext(_Here(self, order))
+
+    def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
+        return {}
+
+    def disk_for(self, shards: set[str], work: Path) -> dict[Path, int]:
+        return {}
+
+
+@dataclass(frozen=True)
+class _Here:
+    """Shards that lie in a folder; what somebody else does to them is noticed."""
+
+    source: LocalSource
+    order: list[set[str]]
+
+    def take(self, job: int) -> None:
+        pass
+
+    def path(self, shard: str) -> Path:
+        return self.source.path(shard)
+
+    def check(self, job: int) -> None:
+        for name in self.order[job]:
+            if _stamp(self.path(name)) != self.source.stamps[name]:
                 raise CheckpointError(
                     f"{name} was changed while it was being converted: wait until nobody writes to"
                     " it, then run the same command again."
                 )
 
+    def release(self, job: int) -> list[str]:
+        return []
 
-def open_source(source: str | os.PathLike[str]) -> LocalSource:
-    """Read headers and sampled blocks of the checkpoint in the folder `source`.
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository at a commit. Small files are in the cache, shards may be."""
+
+    repo: "Repo"
+    folder: Path
+    checkpoint: Checkpoint
+    contents: dict[str, str]  # shard → the Hub's hash
+    keep_shards: bool
+
+    @property
+    def name(self) -> str:
+        return self.repo.name
+
+    @property
+    def commit(self) -> str:
+        return self.repo.commit
+
+    def path(self, name: str) -> Path:
+        return (self.folder / name).resolve()
+
+    def deliveries(
+        self, order: list[set[str]], work: Path, meter: Meter
+    ) -> AbstractContextManager[Deliveries]:
+        from kconvert.convert.arrivals import Arrivals
+
+        return Arrivals(self.repo, self.checkpoint.shards, order, work, meter, self.keep_shards)
+
+    def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
+        from kconvert.convert.arrivals import bytes_there
+
+        there = (lambda _: 0) if self.keep_shards else partial(bytes_there, work)
+        return {
+            name: self.repo.files[name].size - there(name)
+            for name in shards
+            if self.repo.cached(name) is None
+        }
+
+    def disk_for(self, shards: set[str], work: Path) -> dict[Path, int]:
+        from kconvert.convert.arrivals import WINDOW
+
+        missing = self.to_download(shards, work)
+        if self.keep_shards:
+            return {self.folder / name: size for name, size in missing.items()}
+        most = sorted(missing.items(), key=lambda item: -item[1])[:WINDOW]
+        return {work / name: size for name, size in most}
+
+
+def open_local(folder: Path) -> LocalSource:
+    """Read headers and sampled blocks of the checkpoint in `folder`.
 
     Raises CheckpointError, also where the folder does not exist.
     """
-    folder = Path(source)
     if not folder.is_dir():
         raise CheckpointError(
-            f"{source} is not a folder here: give the folder of a downloaded checkpoint."
+            f"{folder} is neither a folder here nor the name of a repository on the Hub, like"
+            " moonshotai/Kimi-K2.6: give one of them."
         )
     checkpoint = read_checkpoint(folder)
     stamps = {name: _stamp(folder / name) for name in checkpoint.shards}
     contents = {name: content_id(folder / name, s) for name, s in checkpoint.shards.items()}
     return LocalSource(folder, checkpoint, contents, stamps)
+
+
+def open_hub(
+    name: str, revision: str | None, cache_dir: Path | None = None, keep_shards: bool = False
+) -> HubSource:
+    """Get small files and headers of the Hub's repository `name` at `revision`.
+
+    Raises CheckpointError and UnavailableError.
+    """
+    from kconvert.convert.hub import open_repo  # takes as long to import as all else
+
+    repo = open_repo(name, revision, cache_dir)
+    for required in (CONFIG_NAME, INDEX_NAME):
+        if required in repo.files:
+            folder = repo.fetch_checked(required).parent
+    if CONFIG_NAME not in repo.files:
+        raise CheckpointError(f"{name} has no {CONFIG_NAME} at {repo.commit}: no checkpoint.")
+    sizes = {file: entry.size for file, entry in repo.files.items()}
+    with ThreadPoolExecutor(_REQUESTS) as pool:
+        checkpoint = assemble(
+            folder,
+            sizes,
+            lambda names: dict(zip(names, pool.map(repo.read_header, names), strict=True)),
+        )
+        list(pool.map(repo.fetch_checked, checkpoint.small_files))
+    contents = {shard: repo.files[shard].oid for shard in checkpoint.shards}
+    return HubSource(repo, folder, checkpoint, contents, keep_shards)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -1,7 +1,9 @@
 """What the commands say: results as tables for --json, and the same tables as text."""
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kconvert.convert.progress import SHOWN, hours
 from kconvert.layouts.model import groups_text
 
 if TYPE_CHECKING:
@@ -40,6 +42,9 @@ def plan_table(prepared: "Prepared") -> dict[str, Any]:
         "trusted": sorted(prepared.found.trusted),
         "workers": prepared.workers,
         "buffer_bytes": memory_bound(plan, prepared.workers),
+        "repo": prepared.source.name,
+        "commit": prepared.source.commit,
+        "download": prepared.download,
         "bytes_to_read": sum(job.source_bytes for job in rest.jobs),
         "bytes_to_write": sum(prepared.sizes.values()),
         "disks": [
@@ -57,12 +62,17 @@ def plan_text(table: dict[str, Any]) -> str:
         f"plan: {table['source_tensors']:,} tensors → {table['files']} files,"
         f" {table['layout']}, tp {table['tp']}, ep {table['ep']}"
     ]
+    if table["repo"]:
+        lines.append(f"from {table['repo']} at {table['commit']}")
     for name, folder in sorted(table["folders"].items()):
         lines.append(f"  {name}/  {folder['files']} files  {size(folder['bytes'])}")
     lines.append(f"total  {size(table['bytes'])}")
     if table["published_files"]:
         lines.append(f"{table['published_files']} files are there already")
-    lines.append(f"to read  {size(table['bytes_to_read'])}, nothing to download")
+    if table["download"]:
+        count, nbytes = len(table["download"]), sum(table["download"].values())
+        lines.append(f"to download {count} shards, {size(nbytes)}")
+    lines.append(f"to read  {size(table['bytes_to_read'])}")
     lines.append(f"to write {size(table['bytes_to_write'])}")
     for disk in table["disks"]:
         enough = "enough" if disk["free"] >= disk["needed"] else "NOT ENOUGH"
@@ -73,7 +83,8 @@ def plan_text(table: dict[str, Any]) -> str:
 
 def conversion_table(result: "Conversion") -> dict[str, Any]:
     """A conversion that was done."""
-    return {**vars(result), "output": str(result.output)}
+    stages = {name: asdict(stage) for name, stage in result.stages.items()}
+    return {**vars(result), "output": str(result.output), "stages": stages}
 
 
 def conversion_text(table: dict[str, Any]) -> str:
@@ -82,9 +93,23 @@ def conversion_text(table: dict[str, Any]) -> str:
         f"{table['output']}: {table['files_written']} blobs written,"
         f" {size(table['bytes_written'])}; {table['files_kept']} were there already"
     ]
+    if table["repo"]:
+        lines.append(f"from {table['repo']} at {table['commit']}")
+    if table["files_written"]:
+        lines.append(f"took {hours(table['seconds'])}: {_shares(table)}")
     if not table["complete"]:
         lines.append("not complete yet: run without --layers and --ranks to finish it")
     return "\n".join([*lines, *_notes(table)])
+
+
+def _shares(table: dict[str, Any]) -> str:
+    """Each stage's rate, and in which part of the time it was busy."""
+    return ", ".join(
+        f"{name} {stage['nbytes'] / stage['busy'] / 1e9:.2f} GB/s"
+        f" ({stage['busy'] / table['seconds']:.0%} busy)"
+        for name, stage in table["stages"].items()
+        if name in SHOWN and stage["busy"] > 0
+    )
 
 
 def _notes(table: dict[str, Any]) -> list[str]:

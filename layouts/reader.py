@@ -56,11 +56,17 @@ class Reader:
             self._fill(tensor, at, piece)
             yield piece
 
+    def forget(self, shard: str) -> None:
+        """Close a file: nothing more is read from it, and it may be deleted."""
+        with self._lock:
+            fd = self._fds.pop(shard, None)
+        if fd is not None:
+            os.close(fd)
+
     def close(self) -> None:
         """Close all files."""
-        for fd in self._fds.values():
-            os.close(fd)
-        self._fds.clear()
+        for shard in list(self._fds):
+            self.forget(shard)
 
     def _fill(self, tensor: SourceTensor, at: int, view: memoryview) -> None:
         fd, total = self._open(tensor.shard), len(view)

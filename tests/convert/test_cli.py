@@ -1,6 +1,7 @@
 """What a user of the command line sees."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,8 @@ def test_convert_says_what_it_did(tmp_path: Path, kconvert) -> None:
     out = tmp_path / "out"
     first = kconvert("convert", KIMI_MINI, out, "--tp", 2)
     assert first.code == 0 and first.err == ""
-    assert first.out == f"{out}: 9 blobs written, 4,663,808 B; 0 were there already\n"
+    assert f"{out}: 9 blobs written, 4,663,808 B; 0 were there already\n" in first.out
+    assert re.search(r"took \d s: convert \d.\d\d GB/s \(\d+% busy\), write ", first.out)
     again = kconvert("convert", KIMI_MINI, out, "--tp", 2)
     assert again.out == f"{out}: 0 blobs written, 0 B; 9 were there already\n"
     quiet = kconvert("convert", KIMI_MINI, out, "--tp", 2, "-q")

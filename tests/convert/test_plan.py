@@ -12,7 +12,7 @@ from kit import KIMI_MINI
 from kconvert.convert.plan import Target, check_accounts, make_plan
 from kconvert.convert.presets import PRESETS, shards
 from kconvert.convert.run import Options, prepare
-from kconvert.convert.source import open_source
+from kconvert.convert.source import open_local
 from kconvert.convert.synth import file_order, shard_bytes, shard_header, synth
 from kconvert.layouts.blob import PAGE, encode_header
 from kconvert.layouts.errors import KconvertError
@@ -71,7 +71,7 @@ def test_k26_plan_is_quick_and_small(k26: Path, tmp_path: Path) -> None:
 
 
 def test_k26_rank_blobs_have_the_known_shapes(k26: Path) -> None:
-    source = open_source(k26)
+    source = open_local(k26)
     target = Target(layout_named("marlin"), Parallelism(8, 1))
     plan = make_plan(read_model(source.checkpoint), source.contents, target)
     files = {file.path: file for file in plan.files}

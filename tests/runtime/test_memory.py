@@ -22,7 +22,8 @@ before = resident()
 engine = Engine.open(sys.argv[1])
 opened = resident()
 blobs = engine.model.blobs
-touched = [blobs.stacked(f"model.layers.1.mlp.experts.{name}_weight_packed") for name in sys.argv[2:]]
+experts = "model.layers.1.mlp.experts."
+touched = [blobs.stacked(f"{experts}{name}_weight_packed") for name in sys.argv[2:]]
 total = sum(int(array.view("uint8").sum(dtype="int64") > 0) * array.nbytes for array in touched)
 print(json.dumps([opened - before, resident() - opened, total]))
 """

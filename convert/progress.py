@@ -1,0 +1,117 @@
+"""Where a conversion's time goes: bytes and busy seconds of each stage, and how long is left."""
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+SHOWN = ("download", "check", "convert", "write")
+STAGES = (*SHOWN, "work")  # work: not waiting for a shard
+
+
+@dataclass(frozen=True)
+class Work:
+    """Bytes that a run has to download, and to write."""
+
+    download: int
+    write: int
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage has done. `busy`: seconds in which at least one thread was at it."""
+
+    nbytes: int = 0
+    busy: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Bytes a second while it was busy."""
+        return self.nbytes / self.busy if self.busy > 0 else 0.0
+
+
+class Meter:
+    """Counts what the stages of a run do. Safe for several threads."""
+
+    def __init__(self) -> None:
+        self.started = time.monotonic()
+        self._lock = threading.Lock()
+        self._bytes = dict.fromkeys(STAGES, 0)
+        self._busy = dict.fromkeys(STAGES, 0.0)
+        self._active = dict.fromkeys(STAGES, 0)
+        self._since = dict.fromkeys(STAGES, 0.0)
+
+    def add(self, stage: str, nbytes: int) -> None:
+        """So many bytes passed a stage."""
+        with self._lock:
+            self._bytes[stage] += nbytes
+
+    @contextmanager
+    def busy(self, stage: str, nbytes: int = 0) -> Iterator[None]:
+        """A thread is at a stage; `nbytes` have passed it at the end."""
+        with self._lock:
+            if self._active[stage] == 0:
+                self._since[stage] = time.monotonic()
+            self._active[stage] += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._bytes[stage] += nbytes
+                self._active[stage] -= 1
+                if self._active[stage] == 0:
+                    self._busy[stage] += time.monotonic() - self._since[stage]
+
+    @property
+    def seconds(self) -> float:
+        """Since the meter was made."""
+        return time.monotonic() - self.started
+
+    def stages(self) -> dict[str, Stage]:
+        """What every stage has done so far."""
+        with self._lock:
+            now = time.monotonic()
+            return {
+                name: Stage(
+                    self._bytes[name],
+                    self._busy[name] + (now - self._since[name] if self._active[name] else 0.0),
+                )
+                for name in STAGES
+            }
+
+
+def seconds_left(stages: dict[str, Stage], work: Work) -> float | None:
+    """How long a run will go on, or None while nothing is known.
+
+    Downloading and converting overlap, so that the slower of them decides, at the rates they had
+    while they were busy.
+    """
+    lefts = []
+    for stage, busy, total in (
+        ("download", "download", work.download),
+        ("write", "work", work.write),
+    ):
+        done, seconds = stages[stage].nbytes, stages[busy].busy
+        if done > 0 and seconds > 0:
+            lefts.append(max(total - done, 0) * seconds / done)
+    return max(lefts) if lefts else None
+
+
+def status_line(stages: dict[str, Stage], work: Work, seconds: float) -> str:
+    """A run in a line: how far, how long still, and each stage's rate and share of the time."""
+    left = seconds_left(stages, work)
+    parts = [f"{stages['write'].nbytes / 1e9:.1f} of {work.write / 1e9:.1f} GB"]
+    parts.append("no estimate yet" if left is None else f"{hours(left)} left")
+    for name in SHOWN:
+        if stages[name].nbytes:
+            share = stages[name].busy / seconds if seconds > 0 else 0.0
+            parts.append(f"{name} {stages[name].rate / 1e9:.2f} GB/s ({share:.0%})")
+    return " · ".join(parts)
+
+
+def hours(seconds: float) -> str:
+    """2.5 h, 14 min or 40 s."""
+    if seconds < 100:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 6000 else f"{seconds / 3600:.1f} h"
