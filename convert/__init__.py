@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kconvert.convert.run import Conversion
+    from kconvert.convert.share import Share
 
 
 def convert(
@@ -20,13 +21,21 @@ def convert(
     text_only: bool = False,
     overwrite: bool = False,
     workers: int | None = None,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    keep_shards: bool = False,
+    share: "Share | None" = None,
 ) -> "Conversion":
-    """Convert the checkpoint in `source` into `output`, resuming what is there.
+    """Convert `source`, a checkpoint's folder or its name on the Hub, into `output`, resuming what
+    is there.
 
     The options are the command line's. Raises a `kconvert.layouts.errors.KconvertError`, or
     OSError as the system gives it.
     """
     from kconvert.convert.run import Options, prepare, run  # numba is not for `--help`
 
-    options = Options(layout, tp, ep, layers, ranks, text_only, overwrite, workers)
+    options = Options(
+        layout, tp, ep, layers, ranks, text_only, overwrite, workers, revision, cache_dir,
+        keep_shards, share,
+    )  # fmt: skip
     return run(prepare(source, output, options))

@@ -1,6 +1,7 @@
 """Every command, thin: options in, a call, a printed result. `bench` is in cli_bench.py."""
 
 import io
+import os
 import signal
 import sys
 from pathlib import Path
@@ -33,6 +34,11 @@ app = typer.Typer(
 app.add_typer(bench, name="bench")
 
 
+CacheDir = Annotated[
+    Path | None, typer.Option(parser=folder, help="huggingface_hub's cache, if not its own.")
+]
+
+
 def main() -> None:
     """The console script."""
     signal.signal(signal.SIGTERM, _interrupt)
@@ -61,12 +67,13 @@ def convert(
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit on the Hub; main if not given.")
     ] = None,
-    cache_dir: Annotated[
-        Path | None, typer.Option(parser=folder, help="huggingface_hub's cache, if not its own.")
-    ] = None,
+    cache_dir: CacheDir = None,
     keep_shards: Annotated[
         bool, typer.Option("--keep-shards", help="Download into the cache; delete nothing.")
     ] = False,
+    shard: Annotated[
+        str | None, typer.Option(help="Only share I of N, I/N; given by torchrun and srun.")
+    ] = None,
     workers: Workers = None,
     text_only: Annotated[bool, typer.Option(help="Leave the vision tower out.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace what another run wrote.")] = False,
@@ -74,15 +81,21 @@ def convert(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compile a checkpoint into one folder of blobs a GPU."""
+    """Compile a checkpoint into one folder of blobs a GPU.
+
+    Several machines on one output: each runs the same command as its share, by --shard or as a
+    launcher says (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS).
+    """
     from kconvert.convert import text
     from kconvert.convert.run import Options, prepare, run
+    from kconvert.convert.share import parse_share, share_of_launcher
 
     if not source:
         raise typer.BadParameter("it is empty", param_hint="SOURCE")
     options = Options(
         layout, tp, ep, numbers("--layers", layers), numbers("--ranks", ranks),
         text_only, overwrite, workers, revision, cache_dir, keep_shards,
+        share_of_launcher(os.environ) if shard is None else parse_share(shard),
     )  # fmt: skip
     prepared = prepare(source, output, options)
     if dry_run:
@@ -91,6 +104,34 @@ def convert(
     with reporting(prepared.work, quiet) as meter:
         result = run(prepared, meter)
     show(text.conversion_table(result), as_json, text.conversion_text, quiet)
+
+
+@app.command()
+@explained
+def finish(
+    output: Annotated[Path, folder_argument("What shares have converted.")], as_json: Json = False
+) -> None:
+    """Write the manifest of an output whose shares have all ended."""
+    from kconvert.convert import text
+    from kconvert.convert.run import finish as end
+
+    show(text.finish_table(output, end(output)), as_json, text.finish_text, quiet=False)
+
+
+@app.command()
+@explained
+def doctor(
+    output: Annotated[Path, folder_argument("Where an output would go.")] = Path("."),
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is here, and what would limit a conversion of K2.6 here, in hours.
+
+    Measures for some seconds: writes 256 MiB to the output's disk and the cache's.
+    """
+    from kconvert.convert.doctor import diagnose, doctor_text
+
+    show(diagnose(output, cache_dir), as_json, doctor_text, quiet=False)
 
 
 @app.command()

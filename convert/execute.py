@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,13 @@ from numpy.typing import NDArray
 
 from kconvert.convert.plan import Job, Plan
 from kconvert.convert.progress import Meter
+from kconvert.convert.publish import Place
 from kconvert.convert.source import Source
 from kconvert.convert.writer import BlobWriter
 from kconvert.layouts.blob import BlobTensor
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.compressed_tensors import QuantizedMatrix, check_weight_shape
 from kconvert.layouts.errors import KconvertError
-from kconvert.layouts.manifest import WORK_FOLDER
 from kconvert.layouts.model import Expert
 from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch
 from kconvert.layouts.sharding import RankSlice, stacked_names
@@ -50,8 +49,8 @@ def memory_bound(plan: Plan, workers: int) -> int:
     return workers * (expert + piece + CHUNK_BYTES)
 
 
-def execute(plan: Plan, source: Source, output: Path, workers: int, meter: Meter) -> int:
-    """Write and publish every file of `plan` under `output`; returns the bytes read.
+def execute(plan: Plan, source: Source, place: Place, workers: int, meter: Meter) -> int:
+    """Write and publish every file of `plan`; returns the bytes read.
 
     Raises CheckpointError for a fault in the source's data, UnavailableError where a shard cannot
     be got, OSError as the system gives it; unpublished files are gone then, published ones stay.
@@ -62,7 +61,7 @@ def execute(plan: Plan, source: Source, output: Path, workers: int, meter: Meter
     syncing: Future[None] | None = None
     writers: list[BlobWriter] = []
     with (
-        source.deliveries(order, output / WORK_FOLDER, meter) as shards,
+        source.deliveries(order, place.work, meter) as shards,
         closing(Reader(shards.path)) as reader,
     ):
         packer = _Packer(plan, reader, meter)
@@ -78,7 +77,7 @@ def execute(plan: Plan, source: Source, output: Path, workers: int, meter: Meter
             for i, job in enumerate(plan.jobs):
                 shards.take(i)
                 before = reader.bytes_read
-                current = [BlobWriter(output, file) for file in job.files]
+                current = [BlobWriter(place, file) for file in job.files]
                 writers = [writer for writer in writers if not writer.closed] + current
                 with meter.busy("work"):
                     _finish([pool.submit(task) for task in packer.tasks(job, current)])

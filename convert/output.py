@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kconvert.convert.plan import Plan, PlannedFile
-from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
+from kconvert.layouts.blob import COMMON_FOLDER, read_blob
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
-from kconvert.layouts.manifest import MANIFEST_NAME, FileEntry
+from kconvert.layouts.manifest import MANIFEST_NAME
 from kconvert.layouts.model import layer_numbers, ranges
 
 
@@ -101,7 +101,7 @@ def blob_paths(output: Path) -> list[Path]:
     return [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
 
 
-def recorded_commit(output: Path, repo: str) -> str | None:
+def commit_of_blobs(output: Path, repo: str) -> str | None:
     """The commit of the repository from which the blobs in `output` were made, if any is there."""
     for path in blob_paths(output):
         with contextlib.suppress(KconvertError):  # what lies there is judged later
@@ -150,15 +150,3 @@ def overlap(source: Path, shards: Iterable[Path], output: Path) -> None:
     inside = next((shard for shard in (src, *shards) if out in shard.parents), None)
     if inside is not None:
         raise OutputError(f"source {inside} lies in the output {output}: choose another folder.")
-
-
-def entries(output: Path, plan: Plan, small_files: dict[str, bytes]) -> dict[str, FileEntry]:
-    """What the manifest says of every published file: read from what lies on disk."""
-    table = {name: FileEntry(len(data), digest(data)) for name, data in small_files.items()}
-    for name in {*plan.expected, *(file.path for file in plan.others)}:
-        path = output / name
-        if path.exists():
-            header, info = read_blob(path)
-            size = path.stat().st_size
-            table[name] = FileEntry(size, digest(header.raw), info.fingerprint)
-    return table

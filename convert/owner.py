@@ -13,21 +13,27 @@ import socket
 from collections.abc import Iterator
 from pathlib import Path
 
+from kconvert.convert.share import Share
 from kconvert.layouts.errors import UnavailableError
 
 OWNER_NAME = "owner"
 
 
 @contextlib.contextmanager
-def owned(folder: Path) -> Iterator[None]:
-    """Own `folder` (which exists) while the block runs.
+def owned(work: Path, share: Share | None = None) -> Iterator[None]:
+    """Own the work folder, or a share of it whose folder in it exists, while the block runs.
 
-    Raises UnavailableError where another run owns it: one that lives on this host, or any on
-    another host.
+    Shares of one count bear one another, nothing else does. Raises UnavailableError where another
+    run stands in the way: one that lives on this host, or any on another host.
     """
-    path = folder / OWNER_NAME
+    path = work / (share.name if share else "") / OWNER_NAME
     _take(path)
     try:
+        # Only now, so that of two that start at once at least one sees the other.
+        for other in (work / OWNER_NAME, *work.glob(f"*/{OWNER_NAME}")):
+            bears = share and other.parent.name.endswith(f"-of-{share.count}")
+            if other != path and not bears and other.exists():
+                _refuse_living(other)
         yield
     finally:
         path.unlink(missing_ok=True)
@@ -41,7 +47,7 @@ def _take(path: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
-            _refuse_living(path, mine["host"])
+            _refuse_living(path)
             path.unlink()
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         with os.fdopen(fd, "w") as file:
@@ -52,18 +58,18 @@ def _take(path: Path) -> None:
         os.close(lock)
 
 
-def _refuse_living(path: Path, host: object) -> None:
+def _refuse_living(path: Path) -> None:
     """Raise unless the owner named in `path` is a process of this host that is no more."""
     try:
         other = json.loads(path.read_text())
         there, pid, started = other["host"], int(other["pid"]), other["started"]
     except (ValueError, KeyError, TypeError):
         there, pid, started = "an unknown host", 0, None  # being written, or cut by a power loss
-    if there == host and _started(pid) != started:
+    if there == socket.gethostname() and _started(pid) != started:
         return
     raise UnavailableError(
-        f"{path.parent.parent} belongs to another run (pid {pid} on {there}): wait for it to end,"
-        f" or delete {path} if it is dead."
+        f"{path} says that another run is at work here (pid {pid} on {there}): wait for it to end,"
+        " or delete that file if it is dead."
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kconvert.convert.share import Share
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo, BlobTensor
 from kconvert.layouts.checkpoint import SourceTensor
@@ -111,6 +112,12 @@ class Plan:
             for job in self.jobs
         )
         return replace(self, jobs=tuple(job for job in jobs if job.files))
+
+    def share(self, share: Share) -> "Plan":
+        """The jobs of one share; the files of the others are `others`."""
+        mine = tuple(job for job in self.jobs if share.holds(_layer(job.group)))
+        rest = (file for job in self.jobs if job not in mine for file in job.files)
+        return replace(self, jobs=mine, others=(*self.others, *rest))
 
 
 def make_plan(
@@ -280,10 +287,15 @@ def _file(
     return PlannedFile(path, placed, info, held, header_bytes, header_bytes + data_bytes)
 
 
+def _layer(group: Group) -> int | None:
+    return next(iter(layer_numbers([group.name])), None)
+
+
 def _paths_of_absent(group: Group, dims: ModelDims, parallelism: Parallelism) -> list[str]:
     """The paths that the files of a group would have whose shards are not here."""
     paths = [f"{blob.COMMON_FOLDER}/{group.name}.safetensors"]
-    if any(layer >= dims.first_moe for layer in layer_numbers([group.name])):
+    layer = _layer(group)
+    if layer is not None and layer >= dims.first_moe:
         tp = parallelism.tp
         paths += [f"{blob.rank_folder(r, tp)}/{group.name}.safetensors" for r in range(tp)]
     return paths

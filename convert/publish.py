@@ -13,9 +13,11 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 from kconvert.convert.owner import owned
+from kconvert.convert.share import Share
 from kconvert.layouts.errors import UnavailableError
 from kconvert.layouts.manifest import WORK_FOLDER
 
@@ -23,13 +25,30 @@ _LOG_NAME = "runs.jsonl"
 _PARTIAL = ".partial"
 
 
+@dataclass(frozen=True)
+class Place:
+    """Where a run works: the output, and its own part of the work folder if it is a share."""
+
+    output: Path
+    share: Share | None = None
+
+    @property
+    def work(self) -> Path:
+        """For all that is not finished."""
+        return self.work_in(self.output)
+
+    def work_in(self, folder: Path) -> Path:
+        """The same in a folder whose files cannot be renamed from `work`."""
+        return folder / WORK_FOLDER / (self.share.name if self.share else "")
+
+
 @contextlib.contextmanager
-def working_in(output: Path) -> Iterator[None]:
-    """Make `output`, own it, and clear what earlier runs left half-done; the run is logged."""
-    work = output / WORK_FOLDER
-    work.mkdir(parents=True, exist_ok=True)
-    with owned(work):
-        _clear(output)
+def working_in(place: Place) -> Iterator[None]:
+    """Make the output, own the place, and clear what earlier runs left half-done; the run is
+    logged."""
+    place.work.mkdir(parents=True, exist_ok=True)
+    with owned(place.output / WORK_FOLDER, place.share):
+        _clear(place)
         started, outcome = time.time(), "done"
         try:
             yield
@@ -37,8 +56,11 @@ def working_in(output: Path) -> Iterator[None]:
             outcome = type(error).__name__
             raise
         finally:
-            _clear(output)
-            _log(work, started, outcome)
+            _clear(place)
+            _log(place.output / WORK_FOLDER, started, outcome)
+    if place.share:
+        with contextlib.suppress(OSError):  # what was downloaded may lie there
+            place.work.rmdir()
 
 
 def _log(work: Path, started: float, outcome: str) -> None:
@@ -54,14 +76,20 @@ def _log(work: Path, started: float, outcome: str) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def _clear(output: Path) -> None:
-    for path in (output / WORK_FOLDER).glob(f"*{_PARTIAL}"):
-        path.unlink(missing_ok=True)
-    for work in output.glob(f"*/{WORK_FOLDER}"):
+def _clear(place: Place) -> None:
+    """Delete what was not finished here: by this share, or by any where this run is no share."""
+    folders = [path for path in place.output.glob("*") if (path / WORK_FOLDER).is_dir()]
+    for work in (place.work, *map(place.work_in, folders)):
         for path in work.glob(f"*{_PARTIAL}"):
             path.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody else's files may lie there
-            work.rmdir()
+        if place.share is None:
+            for path in work.glob("share-*-of-*"):
+                shutil.rmtree(path)
+        if work != place.work:
+            with contextlib.suppress(OSError):  # somebody else's files may lie there
+                work.rmdir()
+                if place.share:
+                    work.parent.rmdir()
 
 
 def check_space(output: Path, sizes: dict[str, int]) -> None:
@@ -89,23 +117,23 @@ def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
     return {folder_of[device]: size for device, size in needed.items()}
 
 
-def staging_path(output: Path, name: str) -> Path:
+def staging_path(place: Place, name: str) -> Path:
     """The temporary name for the file `name`: in OUT/.kconvert, or in a `.kconvert` of its own
     folder where a rename from there would cross file systems or mounts (a disk a rank)."""
-    folder = (output / name).parent
+    folder, work = (place.output / name).parent, place.work
     if not folder.is_dir():
-        folder.mkdir(parents=True)
-        _sync_folder(output)
-    work = output / WORK_FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        _sync_folder(place.output)
     if not _can_rename(work, folder):
-        work = folder / WORK_FOLDER
-        work.mkdir(exist_ok=True)
+        work = place.work_in(folder)
+        work.mkdir(parents=True, exist_ok=True)
     return work / (name.replace("/", "--") + _PARTIAL)
 
 
 def _can_rename(work: Path, folder: Path) -> bool:
     """Whether a file can be renamed from `work` into `folder`: tried, as devices do not tell."""
-    probe, there = work / f"probe{_PARTIAL}", folder / f".kconvert-probe{_PARTIAL}"
+    probe = work / f"probe{_PARTIAL}"
+    there = folder / f".kconvert-probe-{os.getpid()}{_PARTIAL}"
     probe.touch()
     try:
         os.rename(probe, there)
@@ -131,12 +159,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_file(output: Path, name: str, content: bytes) -> None:
+def write_file(place: Place, name: str, content: bytes) -> None:
     """Publish a small file; one that is there with the same bytes is left as it is."""
-    final = output / name
+    final = place.output / name
     if final.is_file() and final.read_bytes() == content:
         return
-    staged = staging_path(output, name)
+    staged = staging_path(place, name)
     with open(staged, "wb") as file:
         file.write(content)
         file.flush()

@@ -4,18 +4,20 @@ import gc
 import os
 import shutil
 from collections.abc import Collection, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kconvert.convert import output as judge
 from kconvert.convert import publish
 from kconvert.convert.execute import execute, memory_bound
+from kconvert.convert.outline import OUTLINE_NAME, Outline, read_outline
 from kconvert.convert.output import Found
 from kconvert.convert.plan import Plan, Target, make_plan
 from kconvert.convert.progress import Meter, Stage, Work
+from kconvert.convert.share import Share
 from kconvert.convert.source import COMMIT, REPO_ID, Source, open_hub, open_local
-from kconvert.layouts.blob import COMMON_FOLDER
+from kconvert.layouts.blob import digest
 from kconvert.layouts.errors import OutputError, UnsupportedError
 from kconvert.layouts.manifest import (
     MANIFEST_NAME,
@@ -24,7 +26,7 @@ from kconvert.layouts.manifest import (
     encode_manifest,
     read_manifest,
 )
-from kconvert.layouts.model import VISION, read_model
+from kconvert.layouts.model import read_model
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism
 
@@ -47,6 +49,7 @@ class Options:
     revision: str | None = None  # of a Hub repository; None: main
     cache_dir: Path | None = None  # huggingface_hub's; None: its own default
     keep_shards: bool = False  # download into the cache, and delete nothing
+    share: Share | None = None  # of several runs on one output
 
 
 @dataclass(frozen=True)
@@ -61,9 +64,27 @@ class Prepared:
     options: Options
 
     @property
+    def place(self) -> publish.Place:
+        """Where this run works."""
+        return publish.Place(self.output, self.options.share)
+
+    @property
     def rest(self) -> Plan:
         """What is not published yet."""
         return self.plan.without(self.found.published)
+
+    @property
+    def outline(self) -> Outline:
+        """What the whole output will hold."""
+        plan, target = self.plan, self.plan.target
+        blobs = dict.fromkeys(plan.expected) | {
+            file.path: file.info.fingerprint for file in (*plan.files, *plan.others)
+        }
+        small = {name: digest(content) for name, content in self.small_files.items()}
+        return Outline(
+            target.layout.NAME, *target.parallelism, self.options.text_only,
+            target.repo, target.commit, blobs, small,
+        )  # fmt: skip
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -83,7 +104,7 @@ class Prepared:
     @property
     def download(self) -> dict[str, int]:
         """Bytes that are still to be downloaded, by shard."""
-        return self.source.to_download(self.shards, self.output / WORK_FOLDER)
+        return self.source.to_download(self.shards, self.place.work)
 
     @property
     def work(self) -> Work:
@@ -95,7 +116,7 @@ class Prepared:
     @property
     def disk(self) -> dict[str, int]:
         """Bytes by file of everything that will lie on a disk at one time."""
-        downloads = self.source.disk_for(self.shards, self.output / WORK_FOLDER)
+        downloads = self.source.disk_for(self.shards, self.place.work)
         return self.sizes | {str(path): size for path, size in downloads.items()}
 
     @property
@@ -135,6 +156,7 @@ class Conversion:
     left_out: tuple[str, ...]  # groups that this run was not asked for
     repo: str | None  # of the Hub, and the commit
     commit: str | None
+    share: str | None  # of several runs
     seconds: float
     stages: dict[str, Stage]  # where they went
 
@@ -146,6 +168,11 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     are refused.
     """
     output = Path(output)
+    if options.share and options.overwrite:
+        raise UnsupportedError(
+            "--overwrite and --shard: no share knows what the others have replaced; delete the old"
+            " output first."
+        )
     with _without_collection():
         opened = _open(str(source), output, options)
         checkpoint = opened.checkpoint
@@ -164,6 +191,8 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
             ranks=options.ranks,
             text_only=options.text_only,
         )
+    if options.share:
+        plan = plan.share(options.share)
     small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
     return _looked_at(Prepared(opened, output, plan, judge.NOTHING, small, options))
 
@@ -181,7 +210,7 @@ def _open(source: str, output: Path, options: Options) -> Source:
     revision = options.revision
     if revision is None or not COMMIT.fullmatch(revision):
         # A branch may have moved since the output was begun.
-        revision = judge.recorded_commit(output, source) or revision
+        revision = recorded_commit(output, source) or revision
     return open_hub(source, revision, options.cache_dir, options.keep_shards)
 
 
@@ -212,36 +241,96 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
     Raises UnavailableError for lack of space or another run, CheckpointError for faults in the
     data, OutputError where something came into the output meanwhile.
     """
-    output, meter = prepared.output, meter or Meter()
-    with publish.working_in(output):
+    place, output, meter = prepared.place, prepared.output, meter or Meter()
+    with publish.working_in(place):
         prepared = _looked_at(prepared)  # another run may have ended since
         publish.check_space(output, prepared.disk)
-        rest, replaced, before = prepared.rest, prepared.replaced, _manifest_there(output)
+        rest, replaced, outline = prepared.rest, prepared.replaced, _outline(prepared)
+        _leave_outline(place, outline)
         if replaced:
             (output / MANIFEST_NAME).unlink(missing_ok=True)
-        bytes_read = execute(rest, prepared.source, output, prepared.workers, meter)
-        for name, content in prepared.small_files.items():
-            publish.write_file(output, name, content)
+        bytes_read = execute(rest, prepared.source, place, prepared.workers, meter)
+        # The last share to end writes what belongs to no share.
+        last = place.share is None or not outline.missing_blobs(output)
+        if last or prepared.options.share.index == 0:
+            for name, content in prepared.small_files.items():
+                publish.write_file(place, name, content)
         written = {file.path for file in rest.files} | prepared.small_files.keys()
         publish.remove(output, (output / name for name in replaced if name not in written))
-        manifest = _manifest(prepared, before)
-        publish.write_file(output, MANIFEST_NAME, encode_manifest(manifest))
+        manifest = outline.manifest(output) if last else None
+        if manifest:
+            _write_manifest(place, manifest)
     return Conversion(
         output,
         len(rest.files),
         len(prepared.found.published & {file.path for file in prepared.plan.files}),
         bytes_read,
         sum(file.nbytes for file in rest.files),
-        manifest.complete,
+        manifest is not None and manifest.complete,
         replaced,
         tuple(sorted(prepared.found.trusted)),
         prepared.source.checkpoint.ignored,
         prepared.plan.left_out,
         prepared.source.name,
         prepared.source.commit,
+        place.share and place.share.name,
         meter.seconds,
         meter.stages(),
     )
+
+
+def _outline(prepared: Prepared) -> Outline:
+    """Vision may also be wanting because an earlier run was told to leave it out."""
+    before, outline = _manifest_there(prepared.output), prepared.outline
+    text_only = outline.text_only or (before is not None and before.text_only)
+    return replace(outline, text_only=text_only)
+
+
+def recorded_commit(output: Path, repo: str) -> str | None:
+    """The commit of the repository from which `output` was begun, if it was."""
+    with suppress(OutputError):
+        outline = read_outline(output)
+        if outline.repo == repo:
+            return outline.commit
+    return judge.commit_of_blobs(output, repo)
+
+
+def finish(output: Path) -> Manifest:
+    """Write the manifest of an output that the shares of several runs have made.
+
+    Raises OutputError where something is wanting, UnavailableError where a run is at work.
+    """
+    before = _manifest_there(output)
+    if before is not None and before.complete:
+        return before
+    outline, place = read_outline(output), publish.Place(output)
+    with publish.working_in(place):
+        missing = [*outline.missing_blobs(output), *outline.missing_small_files(output)]
+        if missing:
+            raise OutputError(
+                f"{output} lacks {missing[0]}"
+                + (f" and {len(missing) - 1} other files" if missing[1:] else "")
+                + ": run the shares that have not ended once more."
+            )
+        manifest = outline.manifest(output)
+        _write_manifest(place, manifest)
+    return manifest
+
+
+def _leave_outline(place: publish.Place, outline: Outline) -> None:
+    path = place.output / WORK_FOLDER / OUTLINE_NAME
+    if place.share and path.exists() and path.read_bytes() != outline.encode():
+        raise OutputError(
+            f"{path} is of a conversion from another source or with other options: give all shares"
+            " the same command, or delete that file."
+        )
+    publish.write_file(place, f"{WORK_FOLDER}/{OUTLINE_NAME}", outline.encode())
+
+
+def _write_manifest(place: publish.Place, manifest: Manifest) -> None:
+    publish.write_file(place, MANIFEST_NAME, encode_manifest(manifest))
+    if manifest.complete:
+        (place.output / WORK_FOLDER / OUTLINE_NAME).unlink(missing_ok=True)
 
 
 def _manifest_there(output: Path) -> Manifest | None:
@@ -249,24 +338,3 @@ def _manifest_there(output: Path) -> Manifest | None:
         return read_manifest(output)
     except OutputError:
         return None
-
-
-def _manifest(prepared: Prepared, before: Manifest | None) -> Manifest:
-    """The manifest of what lies there now. Vision may be wanting where this or an earlier run was
-    told to leave it out."""
-    plan = prepared.plan
-    files = judge.entries(prepared.output, plan, prepared.small_files)
-    vision = f"{COMMON_FOLDER}/{VISION}.safetensors"
-    asked = prepared.options.text_only or (before is not None and before.text_only)
-    text_only = asked and vision not in files
-    expected = set(plan.expected) - ({vision} if text_only else set())
-    return Manifest(
-        layout=plan.target.layout.NAME,
-        tp=plan.target.parallelism.tp,
-        ep=plan.target.parallelism.ep,
-        complete=files.keys() >= expected,
-        text_only=text_only,
-        repo=plan.target.repo,
-        commit=plan.target.commit,
-        files=files,
-    )

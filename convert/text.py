@@ -1,6 +1,7 @@
 """What the commands say: results as tables for --json, and the same tables as text."""
 
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kconvert.convert.progress import SHOWN, hours
@@ -8,6 +9,7 @@ from kconvert.layouts.model import groups_text
 
 if TYPE_CHECKING:
     from kconvert.convert.run import Conversion, Prepared
+    from kconvert.layouts.manifest import Manifest
     from kconvert.validate.findings import Validation
 
 
@@ -97,9 +99,21 @@ def conversion_text(table: dict[str, Any]) -> str:
         lines.append(f"from {table['repo']} at {table['commit']}")
     if table["files_written"]:
         lines.append(f"took {hours(table['seconds'])}: {_shares(table)}")
-    if not table["complete"]:
+    if table["share"] and not table["complete"]:
+        lines.append(f"this was {table['share']}: the last share to end completes the output")
+    elif not table["complete"]:
         lines.append("not complete yet: run without --layers and --ranks to finish it")
     return "\n".join([*lines, *_notes(table)])
+
+
+def finish_table(output: Path, manifest: "Manifest") -> dict[str, Any]:
+    """An output that was finished."""
+    return {"output": str(output), "files": len(manifest.files), "complete": manifest.complete}
+
+
+def finish_text(table: dict[str, Any]) -> str:
+    """The same for a person."""
+    return f"{table['output']}: complete, {table['files']} files"
 
 
 def _shares(table: dict[str, Any]) -> str:

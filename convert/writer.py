@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kconvert.convert.plan import PlannedFile
-from kconvert.convert.publish import publish, staging_path
+from kconvert.convert.publish import Place, publish, staging_path
 from kconvert.layouts.blob import (
     NO_DIGEST,
     PAGE,
@@ -25,12 +25,12 @@ from kconvert.layouts.errors import KconvertError
 
 
 class BlobWriter:
-    """Writes `planned` under `output`. Threads may write different tensors and experts at once."""
+    """Writes `planned` into a place. Threads may write different tensors and experts at once."""
 
-    def __init__(self, output: Path, planned: PlannedFile) -> None:
+    def __init__(self, place: Place, planned: PlannedFile) -> None:
         self.planned = planned
-        self._final = output / planned.path
-        self._staged = staging_path(output, planned.path)
+        self._final = place.output / planned.path
+        self._staged = staging_path(place, planned.path)
         self._digests, self._expert_digests = blank_digests(planned.tensors)
         self._written = 0
         self._lock = threading.Lock()

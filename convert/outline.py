@@ -1,0 +1,103 @@
+"""What a whole output will hold, in short: enough to write the manifest without the source.
+
+Every run leaves it in the work folder, so that `kconvert finish` can end what several machines
+began. The same source and options give the same bytes, whichever share wrote them.
+"""
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
+from kconvert.layouts.errors import OutputError
+from kconvert.layouts.manifest import WORK_FOLDER, FileEntry, Manifest
+from kconvert.layouts.model import VISION
+
+OUTLINE_NAME = "outline.json"
+_VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
+
+
+@dataclass(frozen=True)
+class Outline:
+    """What identifies an output, and its files."""
+
+    layout: str
+    tp: int
+    ep: int
+    text_only: bool
+    repo: str | None
+    commit: str | None
+    blobs: dict[str, str | None]  # path → fingerprint; None where its shards were not here
+    small_files: dict[str, str]  # name → digest
+
+    def encode(self) -> bytes:
+        """As it lies in the work folder."""
+        return json.dumps(asdict(self), indent=1, sort_keys=True).encode() + b"\n"
+
+    def manifest(self, output: Path) -> Manifest:
+        """Of what lies in `output` now; complete where nothing is wanting.
+
+        Raises OutputError where a file there is another than it should be.
+        """
+        files: dict[str, FileEntry] = {}
+        for name, wanted in self.small_files.items():
+            if (output / name).is_file():
+                content = (output / name).read_bytes()
+                files[name] = FileEntry(len(content), digest(content))
+                _check(output / name, files[name].digest, wanted)
+        for name, wanted in self.blobs.items():
+            path = output / name
+            if path.is_file():
+                header, info = read_blob(path)
+                size = path.stat().st_size
+                files[name] = FileEntry(size, digest(header.raw), info.fingerprint)
+                _check(path, info.fingerprint, wanted)
+        expected = self.small_files.keys() | self.blobs.keys()
+        # Vision may be wanting where this or an earlier run was told to leave it out.
+        text_only = self.text_only and _VISION_BLOB not in files
+        if text_only:
+            expected -= {_VISION_BLOB}
+        return Manifest(
+            layout=self.layout,
+            tp=self.tp,
+            ep=self.ep,
+            complete=files.keys() >= expected,
+            text_only=text_only,
+            repo=self.repo,
+            commit=self.commit,
+            files=files,
+        )
+
+    def missing_blobs(self, output: Path) -> list[str]:
+        """Those that a complete output has and `output` lacks."""
+        left_out = {_VISION_BLOB} if self.text_only else set()
+        return _missing(output, self.blobs.keys() - left_out)
+
+    def missing_small_files(self, output: Path) -> list[str]:
+        """Likewise."""
+        return _missing(output, self.small_files.keys())
+
+
+def _missing(output: Path, names: Collection[str]) -> list[str]:
+    return sorted(name for name in names if not (output / name).is_file())
+
+
+def read_outline(output: Path) -> Outline:
+    """What runs left in `output`; OutputError where none did."""
+    path = output / WORK_FOLDER / OUTLINE_NAME
+    try:
+        return Outline(**json.loads(path.read_bytes()))
+    except (OSError, TypeError, ValueError):
+        raise OutputError(
+            f"{output} has no readable {WORK_FOLDER}/{OUTLINE_NAME}: no `kconvert convert` began"
+            " there; run one."
+        ) from None
+
+
+def _check(path: Path, found: str, wanted: str | None) -> None:
+    if wanted is not None and found != wanted:
+        raise OutputError(
+            f"{path} is another file than this conversion's (fingerprint {found}, expected"
+            f" {wanted}): delete it and run the conversion again."
+        )

@@ -1,0 +1,43 @@
+"""One run's share of a conversion that several machines carry out on shared storage."""
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from kconvert.layouts.errors import UnsupportedError
+
+# A launcher's own names for "which of how many": torchrun and most others, Slurm's srun.
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+
+
+class Share(NamedTuple):
+    """Share `index` of `count`: every count-th layer, and of share 0 also what is no layer."""
+
+    index: int
+    count: int
+
+    @property
+    def name(self) -> str:
+        """As folders and sentences have it."""
+        return f"share-{self.index}-of-{self.count}"
+
+    def holds(self, layer: int | None) -> bool:
+        """Whether a layer, or a group that is none, is of this share."""
+        return (layer or 0) % self.count == self.index
+
+
+def parse_share(text: str) -> Share | None:
+    """I/N → the share, None for 0/1, which is all; UnsupportedError for anything else."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if not match or int(match[1]) >= int(match[2]):
+        raise UnsupportedError(f"share {text!r} is not like 0/4: one of N, counted from 0.")
+    share = Share(int(match[1]), int(match[2]))
+    return share if share.count > 1 else None
+
+
+def share_of_launcher(environment: Mapping[str, str]) -> Share | None:
+    """The share that a launcher gave this process through its environment, if one did."""
+    for index, count in _LAUNCHERS:
+        if index in environment and count in environment:
+            return parse_share(f"{environment[index]}/{environment[count]}")
+    return None
