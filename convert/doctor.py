@@ -9,7 +9,7 @@ from kconvert.convert import probe
 # is as large within 0.01 %, whatever the layout: `kconvert convert --dry-run`.
 K26_BYTES = 595_177_988_208
 K26_SHARD = 9_809_050_936  # the largest
-SHARDS_AT_ONCE = 2  # one is converted while the next one is downloaded
+
 CONVERT_MEMORY = 3 << 29  # 1.5 GiB: plan, buffers, interpreter
 XET_MEMORY = 2_000_000_000, 8_000_000_000  # hf_xet's buffers: at least, at most
 NETWORKS = 1, 10  # Gbit/s, as examples: the network is not measured
@@ -106,8 +106,10 @@ def _hours(gbps: float) -> float:
 def space_needed(same_disk: bool, keep_shards: bool = False) -> dict[str, int]:
     """Bytes on each disk: shards lie in the output until their blobs are written, or with
     --keep-shards in the cache for good."""
+    from kconvert.convert.arrivals import WINDOW  # brings the Hub's client
+
     if not keep_shards:
-        return {"output": K26_BYTES + SHARDS_AT_ONCE * K26_SHARD}
+        return {"output": K26_BYTES + WINDOW * K26_SHARD}
     return {"output": 2 * K26_BYTES} if same_disk else {"output": K26_BYTES, "cache": K26_BYTES}
 
 
