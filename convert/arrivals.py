@@ -71,7 +71,7 @@ class Arrivals:
         self._stop.set()
         with self._change:
             self._change.notify_all()
-        self._checker.shutdown(wait=True, cancel_futures=True)
+        self._checker.shutdown(wait=kind is None, cancel_futures=True)
         if kind is None:
             self._thread.join()
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -11,6 +11,7 @@ import typer
 
 from kconvert.convert.cli_bench import bench
 from kconvert.convert.cli_common import (
+    INTERRUPTED,
     Json,
     Layers,
     Quiet,
@@ -45,7 +46,14 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may lack a character
-    app(prog_name="kconvert")
+    try:
+        app(prog_name="kconvert")
+    except SystemExit as ended:
+        if ended.code == INTERRUPTED:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(INTERRUPTED)  # threads may be waiting for a server that says nothing
+        raise
 
 
 def _interrupt(*_: object) -> NoReturn:

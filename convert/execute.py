@@ -55,7 +55,7 @@ def execute(plan: Plan, source: Source, place: Place, workers: int, meter: Meter
     Raises CheckpointError for a fault in the source's data, UnavailableError where a shard cannot
     be got, OSError as the system gives it; unpublished files are gone then, published ones stay.
     """
-    order = [{tensor.shard for tensor in job.source_tensors} for job in plan.jobs]
+    order = [job.shards for job in plan.jobs]
     pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
     publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
     syncing: Future[None] | None = None

@@ -188,10 +188,13 @@ def open_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:
     files = {}
     for file in info.siblings or ():
         oid = file.lfs.sha256 if file.lfs else file.blob_id
-        if "/" not in file.rfilename and oid is not None and file.size is not None:
+        if oid is None or file.size is None or info.sha is None:
+            raise UnavailableError(
+                f"{name}, {file.rfilename}: {constants.ENDPOINT} does not tell commit, size and"
+                " hash; set HF_ENDPOINT to a Hub that does."
+            )
+        if "/" not in file.rfilename:
             files[file.rfilename] = RemoteFile(file.size, oid)
-    if info.sha is None:
-        raise UnavailableError(f"{name}: the Hub does not say which commit this is.")
     if revision != info.sha:  # the cache is to know the branch, for a later run without a network
         patiently(
             f"{name}, {CONFIG_NAME}",

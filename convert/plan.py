@@ -73,6 +73,11 @@ class Job:
                 yield from matrix
 
     @property
+    def shards(self) -> set[str]:
+        """The files this job reads."""
+        return {tensor.shard for tensor in self.source_tensors}
+
+    @property
     def source_bytes(self) -> int:
         """Bytes this job reads."""
         return sum(tensor.nbytes for tensor in self.source_tensors)

@@ -97,14 +97,10 @@ class Prepared:
         return sizes
 
     @property
-    def shards(self) -> set[str]:
-        """What is still to be read."""
-        return {tensor.shard for job in self.rest.jobs for tensor in job.source_tensors}
-
-    @property
     def download(self) -> dict[str, int]:
         """Bytes that are still to be downloaded, by shard."""
-        return self.source.to_download(self.shards, self.place.work)
+        shards = {shard for job in self.rest.jobs for shard in job.shards}
+        return self.source.to_download(shards, self.place.work)
 
     @property
     def work(self) -> Work:
@@ -116,7 +112,8 @@ class Prepared:
     @property
     def disk(self) -> dict[str, int]:
         """Bytes by file of everything that will lie on a disk at one time."""
-        downloads = self.source.disk_for(self.shards, self.place.work)
+        order = [job.shards for job in self.rest.jobs]
+        downloads = self.source.disk_for(order, self.place.work)
         return self.sizes | {str(path): size for path, size in downloads.items()}
 
     @property

@@ -2,12 +2,13 @@
 
 import os
 import re
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import xxhash
 
@@ -25,6 +26,7 @@ from kconvert.layouts.errors import CheckpointError
 if TYPE_CHECKING:
     from kconvert.convert.hub import Repo
 
+T = TypeVar("T")
 REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _SAMPLES = 64
@@ -71,8 +73,8 @@ class Source(Protocol):
     def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
         """Bytes that are missing of those of the shards that are not all here."""
 
-    def disk_for(self, shards: set[str], work: Path) -> dict[Path, int]:
-        """Bytes that downloading the shards takes at a time, by the files they go into."""
+    def disk_for(self, order: list[set[str]], work: Path) -> dict[Path, int]:
+        """Bytes that downloading for the jobs takes at a time, by the files they go into."""
 
 
 @dataclass(frozen=True)
@@ -97,7 +99,7 @@ class LocalSource:
     def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
         return {}
 
-    def disk_for(self, shards: set[str], work: Path) -> dict[Path, int]:
+    def disk_for(self, order: list[set[str]], work: Path) -> dict[Path, int]:
         return {}
 
 
@@ -164,14 +166,14 @@ class HubSource:
             if self.repo.cached(name) is None
         }
 
-    def disk_for(self, shards: set[str], work: Path) -> dict[Path, int]:
+    def disk_for(self, order: list[set[str]], work: Path) -> dict[Path, int]:
         from kconvert.convert.arrivals import WINDOW
 
-        missing = self.to_download(shards, work)
+        missing = self.to_download(set().union(*order), work)
         if self.keep_shards:
             return {self.folder / name: size for name, size in missing.items()}
-        most = sorted(missing.items(), key=lambda item: -item[1])[:WINDOW]
-        return {work / name: size for name, size in most}
+        most = sorted(missing.items(), key=lambda item: -item[1])
+        return {work / name: size for name, size in most[: max(WINDOW, *map(len, order), 0)]}
 
 
 def open_local(folder: Path) -> LocalSource:
@@ -206,15 +208,23 @@ def open_hub(
     if CONFIG_NAME not in repo.files:
         raise CheckpointError(f"{name} has no {CONFIG_NAME} at {repo.commit}: no checkpoint.")
     sizes = {file: entry.size for file, entry in repo.files.items()}
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        checkpoint = assemble(
-            folder,
-            sizes,
-            lambda names: dict(zip(names, pool.map(repo.read_header, names), strict=True)),
-        )
-        list(pool.map(repo.fetch_checked, checkpoint.small_files))
+    checkpoint = assemble(
+        folder,
+        sizes,
+        lambda names: dict(zip(names, _at_once(repo.read_header, names), strict=True)),
+    )
+    _at_once(repo.fetch_checked, checkpoint.small_files)
     contents = {shard: repo.files[shard].oid for shard in checkpoint.shards}
     return HubSource(repo, folder, checkpoint, contents, keep_shards)
+
+
+def _at_once(call: Callable[[str], T], names: Iterable[str]) -> list[T]:
+    """What some requests bring, or the first that fails."""
+    pool = ThreadPoolExecutor(_REQUESTS)
+    try:
+        return list(pool.map(call, names))
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

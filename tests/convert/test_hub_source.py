@@ -4,6 +4,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -98,6 +99,46 @@ def test_dry_run_downloads_no_shard(hub, command, tmp_path) -> None:
     assert f"to download 6 shards, {total:,} B" in ended.out
     assert f"from {REPO} at {hub.repos[REPO].branches['main']}" in ended.out
     assert shards_sent(hub) == {} and not (tmp_path / "out").exists()
+
+
+def test_never_more_than_two_shards(hub, command, tmp_path) -> None:
+    """Downloads overlap with conversion and yet wait for room."""
+    incoming, seen, over = tmp_path / "out/.kconvert/incoming", [], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.001):
+            names = {path.name.removesuffix(".part") for path in incoming.glob("model-*")}
+            seen.append(len(names))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    hub.bandwidth = 4e6
+    try:
+        assert command("convert", REPO, tmp_path / "out", "--tp", 2).code == 0
+    finally:
+        over.set()
+        watcher.join()
+    assert max(seen) == 2
+
+
+def test_a_full_disk_is_seen_before_anything_is_downloaded(hub, command, tmp_path) -> None:
+    """Two shards lie beside the output for a while: they are part of what is needed."""
+    plan = json.loads(command("convert", REPO, tmp_path / "out", "--dry-run", "--json").out)
+    largest = sorted(p.stat().st_size for p in KIMI_MINI.glob("*.safetensors"))[-2:]
+    needed = plan["bytes_to_write"] + sum(largest)
+    assert plan["disks"][0]["needed"] == needed
+    code = (
+        "import shutil, sys\n"
+        f"usage = shutil.disk_usage('/')._replace(free={needed - 1})\n"
+        "shutil.disk_usage = lambda _: usage\n"
+        f"sys.argv = ['kconvert', 'convert', {REPO!r}, {str(tmp_path / 'out')!r}]\n"
+        "from kconvert.convert.cli import main\n"
+        "main()\n"
+    )
+    env = environment(hub.url, tmp_path / "home")
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ended.returncode == 3 and f"{needed:,} are needed (1 more)" in ended.stderr
+    assert shards_sent(hub) == {}
 
 
 def test_layers_download_their_shards_only(hub, command, tmp_path) -> None:
