@@ -136,7 +136,7 @@ def gpu(index: int) -> Gpu:
     """GPU ``index`` as the schedule sees it."""
     properties = torch.cuda.get_device_properties(index)
     arch = f"sm_{properties.major}{properties.minor}a"
-    return Gpu(arch, properties.shared_memory_per_multiprocessor)
+    return Gpu(arch, properties.shared_memory_per_multiprocessor, properties.multi_processor_count)
 
 
 def moe_schedule(shape: MoeShape, tokens: int, device: torch.device) -> Schedule:
@@ -190,21 +190,18 @@ def experts(
 
 def gemm_kernels(shape: MoeShape, plan: Schedule) -> list[tuple[str, dict[str, int], int, int]]:
     """(file, macros, dynamic shared memory in bytes, threads a block) of w13 and of w2."""
-    wide = plan.wide
-    w13_threads, w2_threads = 256 if wide else W13_CHUNKS * 32, plan.warps_w2 * 32
     common = {
         "HIDDEN": shape.hidden,
         "INTERMEDIATE": shape.intermediate,
         "GROUP": shape.group,
     }
-    w13 = {
-        "TOP_K": shape.top_k,
-        "SPLIT": shape.split,
-        "STAGES": plan.stages_w13,
-        "MIN_BLOCKS": max(1, plan.threads_w13 // w13_threads),
-    }
-    if wide:
+    w13_threads = {"narrow": W13_CHUNKS * 32, "wide": 256, "group": 384}[plan.form]
+    w2_threads = plan.warps_w2 * 32
+    w13 = {"TOP_K": shape.top_k, "SPLIT": shape.split, "STAGES": plan.stages_w13}
+    if plan.form != "narrow":
         w13["BLOCK_ROWS"] = plan.block_rows
+    if plan.form != "group":
+        w13["MIN_BLOCKS"] = max(1, plan.threads_w13 // w13_threads)
     w2 = {
         "BLOCK_ROWS": plan.block_rows,
         "CHUNKS": shape.w2_chunks,
@@ -213,8 +210,9 @@ def gemm_kernels(shape: MoeShape, plan: Schedule) -> list[tuple[str, dict[str, i
         "STAGES": plan.stages_w2,
         "MIN_BLOCKS": max(1, plan.threads_w2 // w2_threads),
     }
+    file = "moe_w13" if plan.form == "narrow" else f"moe_w13_{plan.form}"
     return [
-        ("moe_w13_wide" if wide else "moe_w13", common | w13, plan.shared_w13, w13_threads),
+        (file, common | w13, plan.shared_w13, w13_threads),
         ("moe_w2", common | w2, plan.shared_w2(shape), w2_threads),
     ]
 
@@ -222,15 +220,14 @@ def gemm_kernels(shape: MoeShape, plan: Schedule) -> list[tuple[str, dict[str, i
 def w13(x: Tensor, layer: MoeWeights, shape: MoeShape, plan: Schedule, work: MoeWorkspace) -> None:
     """SiLU(gate) * up of the aligned rows of x bf16 [M, K] -> work.act, a row a position."""
     file, defines, shared, threads = gemm_kernels(shape, plan)[0]
-    pairs = shape.intermediate // 64
     _launch(
         file,
         defines,
-        (plan.items * (-(-pairs // 4) if plan.wide else pairs),),
+        (plan.blocks_w13,),
         threads,
         (x, layer.w13, layer.w13_scale, work.items, work.item_count, work.slots, work.act),
         shared=shared,
-        cluster=shape.split,
+        cluster=1 if plan.form == "group" else shape.split,
     )
 
 
@@ -257,7 +254,7 @@ def combine(ids: Tensor, shape: MoeShape, work: MoeWorkspace, out: Tensor) -> No
     _launch(
         "moe_combine",
         {"HIDDEN": shape.hidden, "TOP_K": shape.top_k},
-        (-(-shape.hidden // 1024), out.shape[0]),
+        (out.shape[0], -(-shape.hidden // 1024)),
         128,
         (work.y, ids, out, shape.first_expert, shape.experts),
     )
@@ -324,7 +321,7 @@ def read_experts(layer: MoeWeights, chosen: Tensor) -> None:
     Two launches that do not overlap, the least that two kernels over these bytes can take. Raises
     ValueError where an expert's tensor is not a multiple of 16 KiB.
     """
-    sms = torch.cuda.get_device_properties(chosen.device).multi_processor_count
+    sms = gpu(chosen.device.index).sms
     for blobs in ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)):
         sizes = [blob[0].numel() * blob.element_size() for blob in blobs]
         if any(size % 16384 for size in sizes):

@@ -82,7 +82,7 @@ class Schedule:
     """How one call's work is laid over the GPU; no effect on any bit of the result."""
 
     block_rows: int  # rows of one expert that share a pass over its weights
-    wide: bool  # which form of the w13 kernel
+    form: str  # of the w13 kernel: "narrow" for few rows, "wide" for many, "group" on sm_90a
     stages_w13: int
     stages_w2: int
     warps_w2: int  # warps a block
@@ -91,12 +91,15 @@ class Schedule:
     threads_w13: int  # register budgets: at least so many threads must fit an SM
     threads_w2: int
     items: int  # most work items (expert, rows) there can be
+    blocks_w13: int  # clusters of blocks, in the group form blocks; those with nothing left end
 
     @property
     def shared_w13(self) -> int:
         """Dynamic shared memory of a w13 block in bytes: see the kernels for what lies in it."""
         rows = self.block_rows * 64
-        if self.wide:
+        if self.form == "group":
+            return self.stages_w13 * (8 * BLOCK_BYTES + rows + 16) + 2048 * self.block_rows + 8
+        if self.form == "wide":
             return 2048 * self.block_rows + 6 * rows + 8 * self.stages_w13 * BLOCK_BYTES
         return W13_CHUNKS * self.stages_w13 * (2 * BLOCK_BYTES + 512)
 
@@ -113,11 +116,18 @@ class Gpu:
 
     arch: str  # what NVRTC compiles for, "sm_90a"
     shared_per_sm: int  # bytes
+    sms: int
 
 
 def _most_items(shape: MoeShape, pairs: int, block_rows: int) -> int:
     # An expert with r rows makes ceil(r / block_rows) items.
     return min(pairs, min(shape.experts, pairs) + pairs // block_rows)
+
+
+def _likely_items(shape: MoeShape, tokens: int) -> int:
+    # Experts that a uniform router touches, and three standard deviations.
+    untouched = (1 - shape.top_k / shape.total_experts) ** tokens
+    return round(shape.experts * (1 - untouched)) + 24
 
 
 def schedule(shape: MoeShape, tokens: int, gpu: Gpu) -> Schedule:
@@ -129,19 +139,28 @@ def schedule(shape: MoeShape, tokens: int, gpu: Gpu) -> Schedule:
     most = 32 if large and shape.intermediate <= 512 else 16
     block_rows = min(most, 8 if rows <= NARROW_ROWS else 16 if rows <= 8 else 32)
     local = pairs * shape.experts // shape.total_experts
-    few = block_rows == 8 and local * (shape.hidden // 64) < 1024
+    few = block_rows == 8 and local * (shape.hidden // 64) < 2048
+    items = _most_items(shape, pairs, block_rows)
+    runs = shape.intermediate // 64
+    if block_rows == 8:  # further items are taken in turn
+        form, blocks = "narrow", min(items, _likely_items(shape, tokens)) * runs
+    elif gpu.arch == "sm_90a":
+        form, blocks = "group", min(items * -(-runs // 4), gpu.sms)
+    else:
+        form, blocks = "wide", items * -(-runs // 4)
     plan = Schedule(
         block_rows=block_rows,
-        wide=block_rows > 8,
-        stages_w13=4,
+        form=form,
+        stages_w13=12 if form == "group" else 4,
         stages_w2=3,
         warps_w2=8 if few else 4,
         warps_k=shape.w2_chunks if few else 1,
         tiles_per_warp=1 if few else 2 if block_rows < 32 else 4,
-        # Assemblers differ: what fits 80 registers on sm_90a spills elsewhere.
-        threads_w13=768 if block_rows == 16 and gpu.arch == "sm_90a" else 512,
+        # Assemblers differ: what fits 96 registers on sm_90a spills elsewhere.
+        threads_w13=640 if gpu.arch == "sm_90a" else 512,
         threads_w2=384 if block_rows == 32 else 512,
-        items=_most_items(shape, pairs, block_rows),
+        items=items,
+        blocks_w13=blocks,
     )
     if plan.shared_w2(shape) + 1024 > gpu.shared_per_sm:
         plan = replace(plan, stages_w2=2)

@@ -137,3 +137,112 @@ __device__ __forceinline__ void mma(float4& c, const u32 (&a)[4], u32 b0, u32 b1
       : "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// ---- warpgroup MMA: sm_90a alone -----------------------------------------------------------
+
+// Four warps, each with 16 rows of A in registers in mma's order, times one B in shared memory. The
+// sums lie as mma's do and, measured, have its bits.
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+#define WARPGROUP_MMA 1
+
+// Rows in shared memory: lines of 64 bytes (32 k) in tiles of 8 rows, 512 bytes. The next 16 k are
+// 32 bytes, which is 2 here. The address is the same in all lanes.
+__device__ __forceinline__ u64 describe_rows(u32 addr) {
+  return (u64)(__shfl_sync(~0u, addr, 0) >> 4) | (u64)(512 >> 4) << 32 | 2ull << 62;
+}
+// What ordinary stores and copies wrote to shared memory, before a barrier, for MMAs after it.
+__device__ __forceinline__ void fence_for_mma() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+__device__ __forceinline__ void begin_mmas() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void commit_mmas() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int PENDING>
+__device__ __forceinline__ void wait_mmas() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+#define SUMS(c) "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
+#define WGMMA(n, sums, a0, a1, a2, a3, b)                                                      \
+  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" sums "}, {" a0 ", " a1 ", " a2 \
+  ", " a3 "}, " b ", 1, 1, 1, 0;"
+#define SUMS1 "%0, %1, %2, %3"
+#define SUMS2 SUMS1 ", %4, %5, %6, %7"
+#define SUMS3 SUMS2 ", %8, %9, %10, %11"
+#define SUMS4 SUMS3 ", %12, %13, %14, %15"
+#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
+
+__device__ __forceinline__ void mma_async(float4 (&c)[1], const u32 (&a)[4], u64 b) {
+  asm volatile(WGMMA(8, SUMS1, "%4", "%5", "%6", "%7", "%8") : SUMS(c[0]) : OPERANDS(a, b));
+}
+__device__ __forceinline__ void mma_async(float4 (&c)[2], const u32 (&a)[4], u64 b) {
+  asm volatile(WGMMA(16, SUMS2, "%8", "%9", "%10", "%11", "%12")
+               : SUMS(c[0]), SUMS(c[1])
+               : OPERANDS(a, b));
+}
+__device__ __forceinline__ void mma_async(float4 (&c)[3], const u32 (&a)[4], u64 b) {
+  asm volatile(WGMMA(24, SUMS3, "%12", "%13", "%14", "%15", "%16")
+               : SUMS(c[0]), SUMS(c[1]), SUMS(c[2])
+               : OPERANDS(a, b));
+}
+__device__ __forceinline__ void mma_async(float4 (&c)[4], const u32 (&a)[4], u64 b) {
+  asm volatile(WGMMA(32, SUMS4, "%16", "%17", "%18", "%19", "%20")
+               : SUMS(c[0]), SUMS(c[1]), SUMS(c[2]), SUMS(c[3])
+               : OPERANDS(a, b));
+}
+// Sums are in these registers here: the compiler may not read them earlier, nor know their values.
+template <int NT>
+__device__ __forceinline__ void keep(float4 (&acc)[4][NT]) {
+#pragma unroll
+  for (int d = 0; d < 4; ++d)
+#pragma unroll
+    for (int t = 0; t < NT; ++t) asm volatile("" : SUMS(acc[d][t])::"memory");
+}
+template <int NT>
+__device__ __forceinline__ void settle(float4 (&acc)[4][NT]) {
+  wait_mmas<0>();
+  keep<NT>(acc);
+}
+
+// ---- barriers in shared memory, and copies that report to them ------------------------------
+
+__device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+__device__ __forceinline__ void show_barriers() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// The whole warp arrives, as one.
+__device__ __forceinline__ void arrive_once(u32 barrier) {
+  asm volatile(
+      "{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t"
+      "@one mbarrier.arrive.shared::cta.b64 _, [%0];\n\t}" ::"r"(barrier)
+      : "memory");
+}
+// Arrives; the phase also waits for so many bytes.
+__device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+__device__ __forceinline__ void wait_barrier(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n\t.reg .pred done;\n"
+      "again:\n\tmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n\t"
+      "@!done bra again;\n\t}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+__device__ __forceinline__ void copy_bulk_once(u32 dst, const void* src, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], "
+      "%2, [%3], %4;" ::"r"(dst),
+      "l"(src), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
+      : "memory");
+}
+#endif

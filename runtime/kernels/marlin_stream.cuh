@@ -85,6 +85,30 @@ __device__ __forceinline__ void multiply_block(u32 words, u32 scales, const u32 
   }
 }
 
+#ifdef WARPGROUP_MMA
+// The same for a warpgroup, whose warps hold 64 columns each. Addresses are this lane's; the second
+// k-tile lies NEXT bytes after the first. Returns with MMAs in flight, but none that was before.
+template <int NT, int NEXT>
+__device__ __forceinline__ void multiply_block_async(u32 words, u32 scales, u64 rows,
+                                                     float4 (&acc)[4][NT]) {
+  const uint4 w0 = load_shared16(words), w1 = load_shared16(words + NEXT);
+  const uint4 sc = load_shared16(scales);
+  const ScalePair s[4] = {ScalePair(sc.x), ScalePair(sc.y), ScalePair(sc.z), ScalePair(sc.w)};
+  const u32 w[2][4] = {{w0.x, w0.y, w0.z, w0.w}, {w1.x, w1.y, w1.z, w1.w}};
+#pragma unroll
+  for (int kt = 0; kt < 2; ++kt) {
+    u32 a[4][4];
+#pragma unroll
+    for (int d = 0; d < 4; ++d) fragment(w[kt][d], s[d], a[d]);
+    wait_mmas<0>();  // those before are through with their registers
+    begin_mmas();
+#pragma unroll
+    for (int d = 0; d < 4; ++d) mma_async(acc[d], a[d], rows + 2 * kt);
+    commit_mmas();
+  }
+}
+#endif
+
 // Eight rows of 32 k lie in 64-byte lines; the xor spreads the rows of a matrix over all banks.
 __device__ __forceinline__ u32 token_write_offset(int lane) {
   return (lane >> 2) * 64 + (((lane & 3) ^ ((lane >> 3) & 3)) << 4);
@@ -94,11 +118,11 @@ __device__ __forceinline__ u32 token_read_offset(int lane) {
 }
 
 template <int NT>
-__device__ __forceinline__ void clear(float4 (&acc)[4][NT]) {
+__device__ __forceinline__ void fill(float4 (&acc)[4][NT], float v) {
 #pragma unroll
   for (int d = 0; d < 4; ++d)
 #pragma unroll
-    for (int t = 0; t < NT; ++t) acc[d][t] = make_float4(0.f, 0.f, 0.f, 0.f);
+    for (int t = 0; t < NT; ++t) acc[d][t] = make_float4(v, v, v, v);
 }
 
 // A warp's partial in shared memory, in fragment order: float4 (unit = d * NT + t, lane). A unit is

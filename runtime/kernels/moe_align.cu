@@ -2,6 +2,7 @@
 #include "common.cuh"
 
 constexpr int kThreads = 1024;  // at least EXPERTS
+constexpr int kBins = 16;
 
 // Exclusive prefix sum over the block; total receives the whole sum.
 __device__ __forceinline__ int scan(int value, int* warp_sums, int& total) {
@@ -32,18 +33,21 @@ __device__ __forceinline__ int scan(int value, int* warp_sums, int& total) {
 
 // ids         int32 [pairs]: global expert of pair token * top_k + slot; anything outside
 //             [first_expert, first_expert + EXPERTS) is not on this rank and is left out
-// items       int4 [..]: {local expert, first position, rows <= block_rows, 0}, expert order
+// items       int4 [..]: {local expert, first position, rows <= block_rows, 0}, an expert's together
 // item_count  int32 [1];  slots int32 [pairs]: position -> pair, grouped by expert
-// grid 1 x 1024. The order of rows inside an expert varies from run to run; no row's bits see it.
+// grid 1 x 1024. The order of rows inside an expert, and of experts with like many, varies from run
+// to run; no row's bits see it.
 extern "C" __global__ void __launch_bounds__(kThreads)
     moe_align(const int* ids, int pairs, int first_expert, int block_rows, int4* items,
               int* item_count, int* slots) {
   __shared__ int count[kThreads];
   __shared__ int warp_sums[32];
+  __shared__ int first_item[kBins];
   wait_for_previous();
   let_next_start();
   const int t = threadIdx.x;
   count[t] = 0;
+  if (t < kBins) first_item[t] = 0;
   __syncthreads();
 #pragma unroll 8
   for (int i = t; i < pairs; i += kThreads) {
@@ -51,11 +55,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (e < EXPERTS) atomicAdd(&count[e], 1);
   }
   __syncthreads();
-  const int rows = count[t];
+  const int rows = count[t], mine = (rows + block_rows - 1) / block_rows;
   int total;
   const int position = scan(rows, warp_sums, total);
-  const int item = scan((rows + block_rows - 1) / block_rows, warp_sums, total);
-  for (int r = 0, i = item; r < rows; r += block_rows, ++i)
+  // Experts with most rows first, in kBins classes: whoever takes items in turn ends in balance.
+  const int bin = kBins - 1 - min((rows + 7) / 8, kBins - 1);
+  if (rows > 0) atomicAdd(&first_item[bin], mine);
+  __syncthreads();
+  const int first = scan(t < kBins ? first_item[t] : 0, warp_sums, total);
+  if (t < kBins) first_item[t] = first;
+  __syncthreads();
+  for (int r = 0, i = rows > 0 ? atomicAdd(&first_item[bin], mine) : 0; r < rows;
+       r += block_rows, ++i)
     items[i] = make_int4(t, position + r, min(block_rows, rows - r), 0);
   if (t == 0) item_count[0] = total;
   count[t] = position;

@@ -4,14 +4,15 @@
 
 // y    bf16 [tokens * TOP_K, HIDDEN], already weighted;  ids int32 [tokens, TOP_K]
 // out  fp32 [tokens, HIDDEN]
-// grid (ceil(HIDDEN / 1024), tokens), 128 threads, 8 columns a thread
+// grid (tokens, ceil(HIDDEN / 1024)), 128 threads, 8 columns a thread; those moe_w2 made last first,
+// while they are in the L2
 extern "C" __global__ void __launch_bounds__(128)
     moe_combine(const u16* y, const int* ids, float* out, int first_expert, int expert_count) {
   wait_for_previous();
   let_next_start();
-  const int column = (blockIdx.x * 128 + threadIdx.x) * 8;
+  const int column = ((gridDim.y - 1 - blockIdx.y) * 128 + threadIdx.x) * 8;
   if (column >= HIDDEN) return;
-  const int token = blockIdx.y;
+  const int token = blockIdx.x;
   uint4 v[TOP_K];
   bool here[TOP_K];
 #pragma unroll

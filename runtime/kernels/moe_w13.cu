@@ -14,25 +14,9 @@ static_assert(kRing >= kUnits * 512, "a partial must fit where the ring was");
 
 extern __shared__ __align__(128) char smem[];
 
-// x         bf16 [tokens, HIDDEN]
-// packed    int32 [experts, HIDDEN/16, 4 INTERMEDIATE]
-// scales    bf16 [experts, HIDDEN/GROUP, 2 INTERMEDIATE]
-// items     {expert, first position, rows, 0}; item_count[0] of them; position -> slot in slots
-// act       bf16 [positions, INTERMEDIATE]
-// grid      items x kPairs clusters of SPLIT blocks of CHUNKS warps
-extern "C" __global__ void __launch_bounds__(CHUNKS * 32, MIN_BLOCKS)
-    moe_w13(const u16* x, const uint4* packed, const uint4* scales, const int4* items,
-            const int* item_count, const int* slots, u16* act) {
-  wait_for_previous();
-  let_next_start();
-  const int item = blockIdx.x / (SPLIT * kPairs), pair = blockIdx.x / SPLIT % kPairs;
-  const int rank = blockIdx.x % SPLIT;
-  const int count = item_count[0];
-  const int4 it = items[item];  // may be past the end of the list, never of the buffer
-  if (item >= count) return;
-  const int rows = it.z;
-
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+__device__ __forceinline__ void run(const u16* x, const uint4* packed, const uint4* scales, int4 it,
+                                    int pair, int rank, const int* slots, u16* act) {
+  const int rows = it.z, warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   const int begin = chunk_begin(rank * CHUNKS + warp), end = chunk_begin(rank * CHUNKS + warp + 1);
   const u32 ring = smem_addr(smem) + warp * kRing;
   const RunSource source(packed, scales, it.x, pair);
@@ -82,6 +66,28 @@ extern "C" __global__ void __launch_bounds__(CHUNKS * 32, MIN_BLOCKS)
   if (SPLIT > 1) cluster_sync(); else __syncthreads();
   act += (long long)it.y * INTERMEDIATE + pair * 64;
   for (int u = warp * SPLIT + rank; u < 4; u += CHUNKS * SPLIT)
-    finish_unit<1>(partials, u, rows, act);
-  if (SPLIT > 1) cluster_wait_for_readers();
+    finish_unit<1, SPLIT>(partials, u, rows, act);
+  if (SPLIT > 1) cluster_wait_for_readers(); else __syncthreads();
+}
+
+// x         bf16 [tokens, HIDDEN]
+// packed    int32 [experts, HIDDEN/16, 4 INTERMEDIATE]
+// scales    bf16 [experts, HIDDEN/GROUP, 2 INTERMEDIATE]
+// items     {expert, first position, rows, 0}; item_count[0] of them; position -> slot in slots
+// act       bf16 [positions, INTERMEDIATE]
+// grid      as many items as are likely x kPairs clusters of SPLIT blocks of CHUNKS warps
+extern "C" __global__ void __launch_bounds__(CHUNKS * 32, MIN_BLOCKS)
+    moe_w13(const u16* x, const uint4* packed, const uint4* scales, const int4* items,
+            const int* item_count, const int* slots, u16* act) {
+  wait_for_previous();
+  let_next_start();
+  const int pair = blockIdx.x / SPLIT % kPairs, rank = blockIdx.x % SPLIT;
+  int item = blockIdx.x / (SPLIT * kPairs);
+#pragma unroll 1
+  do {
+    const int4 it = items[item];  // may be past the end of the list, never of the buffer
+    if (item >= item_count[0]) return;
+    run(x, packed, scales, it, pair, rank, slots, act);
+    item += gridDim.x / (SPLIT * kPairs);
+  } while (item < item_count[0]);
 }

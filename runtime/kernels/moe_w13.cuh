@@ -65,7 +65,7 @@ __device__ __forceinline__ int token_offset(const int* slots, int rows, int t, i
 
 __device__ __forceinline__ float silu_mul(float gate, float up) {
   gate *= kWeightUnit;
-  return gate / (1.0f + __expf(-gate)) * (up * kWeightUnit);
+  return __fdividef(gate, 1.0f + __expf(-gate)) * (up * kWeightUnit);
 }
 
 // One unit of act, 16 columns x 8 rows from row `first_row`, from its sums. act is the unit's first
@@ -82,8 +82,8 @@ __device__ __forceinline__ void store_act(float4 gate, float4 up, int first_row,
   }
 }
 
-// Folds the cluster's sums of one unit, gate and up, and stores it.
-template <int NT>
+// Folds the sums of one unit, gate and up, of a cluster of BLOCKS, and stores it.
+template <int NT, int BLOCKS>
 __device__ __forceinline__ void finish_unit(u32 totals, int unit, int rows, u16* act) {
   const int lane = threadIdx.x & 31;
   float4 half[2] = {};
@@ -91,9 +91,9 @@ __device__ __forceinline__ void finish_unit(u32 totals, int unit, int rows, u16*
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const u32 addr = totals + ((h * 4 * NT + unit) * 32 + lane) * 16;
-      half[h] = SPLIT > 1 ? load_cluster_f4(addr, 0) : load_shared_f4(addr);
+      half[h] = BLOCKS > 1 ? load_cluster_f4(addr, 0) : load_shared_f4(addr);
 #pragma unroll
-      for (int q = 1; q < SPLIT; ++q) half[h] = add(half[h], load_cluster_f4(addr, q));
+      for (int q = 1; q < BLOCKS; ++q) half[h] = add(half[h], load_cluster_f4(addr, q));
     }
   }
   store_act(half[0], half[1], unit % NT * 8, rows, act + unit / NT * 16);

@@ -71,7 +71,7 @@ __device__ __forceinline__ void run(const u16* x, const RunSource& source, const
   for (int v = warp * SPLIT + rank; v < kPairsAtOnce * 4 * NT; v += kWarps * SPLIT) {
     const int pair = v / (4 * NT);
     if (first_pair + pair < kPairs)
-      finish_unit<NT>(base + pair * (8 * NT * 512), v % (4 * NT), rows, act + pair * 64);
+      finish_unit<NT, SPLIT>(base + pair * (8 * NT * 512), v % (4 * NT), rows, act + pair * 64);
   }
   if (SPLIT > 1) cluster_wait_for_readers();
 }

@@ -137,7 +137,7 @@ __device__ __forceinline__ void run(const u16* act, const char* packed, const ch
   float4 acc[4][NT];
   for (int tile = first_tile; tile < last_tile; tile += kTilesAtOnce) {
     for (int c = chunk, step = begin; step < end; ++c) {
-      clear<NT>(acc);
+      fill<NT>(acc, 0.0f);
       for (const int stop = chunk_begin(c + 1); step < stop; ++step) {
         wait_copies<STAGES - 2>();
         __syncwarp();
@@ -193,7 +193,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   let_next_start();
   const int per_block = kTilesAtOnce * tiles_per_warp;
   const int blocks = (kTiles + per_block - 1) / per_block;
-  const int item = blockIdx.x / blocks;
+  // All items' first columns, then all items' next: the last of y are in the L2 for moe_combine.
+  const int listed = gridDim.x / blocks, item = blockIdx.x % listed;
   // Items were written two kernels ago, and the kernel before waited for that one.
   const int count = item_count[0];
   const int4 it = items[item];  // may be past the end of the list, never of the buffer
@@ -201,7 +202,7 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   const char* w = packed + (long long)it.x * (INTERMEDIATE / 16) * (HIDDEN * 8);
   const char* s = scales + (long long)it.x * (INTERMEDIATE / GROUP) * (HIDDEN * 2);
   const u16* a = act + (long long)it.y * INTERMEDIATE;
-  const int begin = blockIdx.x % blocks * per_block, end = min(begin + per_block, kTiles);
+  const int begin = blockIdx.x / listed * per_block, end = min(begin + per_block, kTiles);
   const int first = begin + (threadIdx.x >> 5) / WARPS_K;
   switch ((it.z + 7) / 8) {
     case 1: return run<1>(a, w, s, slots + it.y, it.z, router_weights, y, first, end);

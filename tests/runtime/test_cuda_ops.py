@@ -139,6 +139,18 @@ def test_a_row_has_the_same_bits_among_any_others(name):
             )
 
 
+def test_more_items_than_there_are_blocks_for():
+    """Forty tokens at as many experts as forty can reach, which no uniform router does."""
+    shape = MoeShape(512, 128, 384, 8)
+    plan = cuda_ops.moe_schedule(shape, 40, torch.device(GPU))
+    assert plan.form == "narrow" and plan.blocks_w13 // 2 < 320 <= plan.items
+    layer = random_layer(shape, GPU, generator(1))
+    x, _, weights = inputs(shape, 40, seed=2)
+    ids = torch.randperm(384, device=GPU, generator=generator(3))[:320].view(40, 8).int()
+    out = cuda_ops.moe(x, ids, weights, layer, shape, poisoned(shape, 40))
+    assert relative_error(out, float64_moe(x, ids, weights, layer, shape)) <= 6e-3
+
+
 def test_repeated_runs_have_the_same_bits():
     shape = MoeShape(7168, 256, 384, 8)
     layer, work = random_layer(shape, GPU, generator(5)), cuda_ops.MoeWorkspace(shape, 90, GPU)
@@ -177,12 +189,14 @@ def test_alignment_lists_every_local_pair_once(tokens):
     work = poisoned(shape, tokens)
     cuda_ops.align(ids, shape, work)
     block_rows = cuda_ops.moe_schedule(shape, tokens, ids.device).block_rows
-    flat, slots, seen = ids.flatten().tolist(), work.slots.tolist(), []
+    flat, slots, seen, tiles = ids.flatten().tolist(), work.slots.tolist(), [], []
     for expert, first, rows, _ in work.items[: work.item_count.item()].tolist():
         assert 0 < rows <= block_rows
         pairs = slots[first : first + rows]
         assert {flat[pair] for pair in pairs} == {expert + 96}
         seen += pairs
+        tiles.append((flat.count(expert + 96) + 7) // 8)
+    assert tiles == sorted(tiles, reverse=True)  # experts with most rows first
     assert sorted(seen) == [i for i, e in enumerate(flat) if 96 <= e < 144]
 
 
