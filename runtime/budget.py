@@ -3,7 +3,8 @@
 A round costs t_draft + t_verify(rows) and commits 1 + Σ q tokens on average, q being the path
 probabilities of the tree's nodes: the budget is the one that makes tokens a second greatest.
 Rule: CaDDTree, arXiv 2606.01813, which grows the tree while
-(1 + Σ q + next) / (t_draft + t_verify) rises.
+(1 + Σ q + next) / (t_draft + t_verify) rises. Where even the best tree is slower than plain
+decoding, drafting pauses (`Pauses`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -60,20 +61,42 @@ class CostCurve:
         return inside + slope * np.maximum(asked - self.rows[-1], 0)
 
 
-def auto_budget(
+def rates(
     probabilities: Sequence[float] | NDArray[np.float64], curve: CostCurve, draft_seconds: float
-) -> int:
-    """The number of leading nodes to verify, 0…n; the fewest where several are equally good.
+) -> NDArray[np.float64]:
+    """Expected tokens a second when the first 0…n nodes are verified: float64 [n + 1].
 
     `probabilities` [n] are the path probabilities in the order of the tree's nodes, so that
-    `tree.first(budget)` is the tree to verify; `draft_seconds` is what a draft costs.
-    Where these fall and the curve bends upwards, growth is worth it up to one point and the
-    result is CaDDTree's. All prefixes are compared, because a measured curve has steps (the rows
-    of a tile cost as much as the first of them) and a seeded chain comes before likelier nodes.
+    `tree.first(argmax)` is the tree to verify; `draft_seconds` is what a draft costs. Where path
+    probabilities fall and the curve bends upwards, growth is worth it up to one point, CaDDTree's.
+    All prefixes are compared, because a measured curve has steps (the rows of a tile cost as much
+    as the first of them) and a seeded chain comes before likelier nodes.
     """
     path = np.asarray(probabilities, np.float64)
     if not (np.isfinite(path) & (path >= 0)).all() or not 0 <= draft_seconds < float("inf"):
         raise ValueError("path probabilities and the draft's time must be finite and not negative")
     committed = 1 + np.concatenate([[0.0], np.cumsum(path)])
-    seconds = draft_seconds + curve(1 + np.arange(len(committed)))
-    return int(np.argmax(committed / seconds))
+    return committed / (draft_seconds + curve(1 + np.arange(len(committed))))
+
+
+class Pauses:
+    """When not to draft: after a draft that does not pay, for 1, 2, 4 … LONGEST rounds, as long as
+    drafts go on not to pay."""
+
+    LONGEST = 64
+
+    def __init__(self) -> None:
+        self._length = self._left = 0
+
+    def drafted(self, pays: bool) -> None:
+        """Whether the best tree of the newest draft is faster than plain decoding."""
+        self._length = 0 if pays else min(max(2 * self._length, 1), self.LONGEST)
+        self._left = self._length
+
+    def __bool__(self) -> bool:
+        """Whether this round is to do without a draft."""
+        return self._left > 0
+
+    def over(self) -> None:
+        """A round has done without."""
+        self._left -= 1

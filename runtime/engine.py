@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.runtime.budget import CostCurve, auto_budget
+from kconvert.runtime.budget import CostCurve, Pauses, rates
 from kconvert.runtime.config import read_config
 from kconvert.runtime.cpu_ops import REACH
 from kconvert.runtime.ddtree import Tree, build_tree, chain, top_k, walk
@@ -173,8 +173,7 @@ class Engine:
         yield [token], logits[-1:]
         while True:
             clock("host")
-            # Rank 0's draft is everybody's: a budget may follow a clock.
-            tree = model.ranks.from_first(draft(token, start)) if draft else _NO_TREE
+            tree = draft(token, start) if draft else _NO_TREE
             step = drafted(token, tree, start)
             clock("tree")
             logits, features = model.forward(step, cache, taps)
@@ -247,30 +246,49 @@ class _Drafting:
         self._model, self._drafter = engine.model, engine.drafter
         self._mode, self._budget, self._chain_seed, self._clock = mode, budget, chain_seed, clock
         self._costs = engine.costs() if budget == AUTO else None
-        self._draft_seconds = 0.0
+        self._pauses = Pauses()
+        self._waiting: list[NDArray[np.float32]] = []  # features, while drafting pauses
         self.taps = engine.drafter.config.target_layer_ids
         self.forwards = 0
         self._drafter.reset()
 
     def commit(self, features: NDArray[np.float32]) -> None:
         """Newly committed rows' outputs of the target layers, in order."""
-        self._drafter.extend(torch.from_numpy(features))
-        self._clock("draft")
+        self._waiting.append(features)
+        if not self._pauses:
+            self._catch_up()
 
     def __call__(self, token: int, start: int) -> Tree:
         """The tree below `token` at position `start`."""
+        if self._pauses:
+            self._pauses.over()
+            return _NO_TREE
+        self._catch_up()
         begin = time.perf_counter()
         logits = self._drafter.draft(token, start, self._embed, self._head)
-        self._draft_seconds = time.perf_counter() - begin
+        seconds = time.perf_counter() - begin
         self.forwards += 1
         self._clock("draft")
         most = _AUTO_MOST if self._costs else int(self._budget)
         if self._mode == "chain":
-            return chain(*top_k(logits, 1), most)
-        tree = build_tree(*top_k(logits, most), most, self._chain_seed)
-        if self._costs is None:
-            return tree
-        return tree.first(auto_budget(np.exp(tree.path_logprobs), self._costs, self._draft_seconds))
+            tree = chain(*top_k(logits, 1), most)
+        else:
+            tree = build_tree(*top_k(logits, most), most, self._chain_seed)
+        pays = True
+        if self._costs is not None:
+            promised = rates(np.exp(tree.path_logprobs), self._costs, seconds)
+            tree = tree.first(int(promised.argmax()))
+            pays = bool(promised.max() * self._costs(1) >= 1)
+        # What rank 0 found is everybody's: clocks differ, and drafting is done together.
+        tree, pays = self._model.ranks.from_first((tree, pays))
+        self._pauses.drafted(pays)
+        return tree
+
+    def _catch_up(self) -> None:
+        if self._waiting:
+            self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting)))
+            self._waiting.clear()
+            self._clock("draft")
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self._model.embed(ids.numpy()))

@@ -5,7 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconvert.runtime.budget import CostCurve, auto_budget
+from kconvert.runtime.budget import CostCurve, Pauses, rates
+
+
+def best(probabilities, curve: CostCurve, draft_seconds: float) -> int:
+    return int(rates(probabilities, curve, draft_seconds).argmax())
 
 
 def grow(probabilities: list[float], curve: CostCurve, draft_seconds: float) -> int:
@@ -61,22 +65,22 @@ def test_points_that_cannot_be_are_refused(points) -> None:
 def test_nodes_are_taken_as_long_as_they_pay() -> None:
     # Rates for 0…4 nodes: 1/2, 1.8/2.5, 2.4/3, 2.7/3.5, 2.8/4: the second node is the last to pay.
     curve = CostCurve.measured([(1, 1.0), (5, 3.0)])
-    assert auto_budget([0.8, 0.6, 0.3, 0.1], curve, draft_seconds=1.0) == 2
+    assert best([0.8, 0.6, 0.3, 0.1], curve, draft_seconds=1.0) == 2
 
 
 def test_budget_is_zero_where_no_node_pays() -> None:
-    assert auto_budget([0.5, 0.4], CostCurve.measured([(1, 1.0), (2, 9.0)]), 0.0) == 0
-    assert auto_budget([], CostCurve.measured([(1, 1.0)]), 0.1) == 0
+    assert best([0.5, 0.4], CostCurve.measured([(1, 1.0), (2, 9.0)]), 0.0) == 0
+    assert best([], CostCurve.measured([(1, 1.0)]), 0.1) == 0
 
 
 def test_free_rows_are_all_used_but_for_nodes_that_add_nothing() -> None:
-    assert auto_budget([0.9, 0.5, 0.1, 0.0], CostCurve.measured([(1, 1.0)]), 0.1) == 3
+    assert best([0.9, 0.5, 0.1, 0.0], CostCurve.measured([(1, 1.0)]), 0.1) == 3
 
 
 def test_a_dearer_draft_asks_for_a_larger_tree() -> None:
     curve = CostCurve.measured([(1, 1.0), (65, 10.0)])
     probabilities = 0.8 ** np.arange(1, 65)
-    budgets = [auto_budget(probabilities, curve, draft) for draft in (0.0, 1.0, 4.0)]
+    budgets = [best(probabilities, curve, draft) for draft in (0.0, 1.0, 4.0)]
     assert budgets == sorted(set(budgets))
 
 
@@ -85,7 +89,7 @@ def test_a_step_of_the_curve_is_looked_beyond() -> None:
     curve = CostCurve((1, 2, 5), (1.0, 1.6, 1.6))
     probabilities = [0.5, 0.5, 0.5, 0.5]
     assert grow(probabilities, curve, 0.0) == 0
-    assert auto_budget(probabilities, curve, 0.0) == 4
+    assert best(probabilities, curve, 0.0) == 4
 
 
 @settings(deadline=None)
@@ -99,7 +103,7 @@ def test_on_a_curve_that_bends_upwards_it_is_caddtrees_rule(ratios, slopes, draf
     rows = tuple(range(1, 6 * len(slopes) + 2, 6))
     seconds = 0.5 + np.concatenate([[0.0], np.cumsum(sorted(slopes))])
     curve = CostCurve(rows, tuple(seconds.tolist()))
-    ours = auto_budget(probabilities, curve, draft_seconds)
+    ours = best(probabilities, curve, draft_seconds)
     theirs = grow(probabilities, curve, draft_seconds)
 
     def rate(nodes: int) -> float:
@@ -115,4 +119,20 @@ def test_on_a_curve_that_bends_upwards_it_is_caddtrees_rule(ratios, slopes, draf
 )
 def test_numbers_that_cannot_be_are_refused(probabilities, draft_seconds) -> None:
     with pytest.raises(ValueError):
-        auto_budget(probabilities, CostCurve.measured([(1, 1.0)]), draft_seconds)
+        best(probabilities, CostCurve.measured([(1, 1.0)]), draft_seconds)
+
+
+def test_drafting_pauses_while_it_does_not_pay() -> None:
+    pauses = Pauses()
+
+    def rounds_after(pays: bool) -> int:
+        assert not pauses
+        pauses.drafted(pays)
+        rounds = 0
+        while pauses:
+            pauses.over()
+            rounds += 1
+        return rounds
+
+    assert [rounds_after(pays) for pays in (False, False, False, True, False)] == [1, 2, 4, 0, 1]
+    assert [rounds_after(False) for _ in range(20)][-1] == Pauses.LONGEST
