@@ -11,7 +11,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
 from types import FrameType
@@ -65,7 +65,7 @@ class Report:
     failures: list[Failure] = field(default_factory=list)
 
     def table(self) -> dict[str, Any]:
-        return asdict(self)
+        return {**vars(self), "failures": [vars(failure) for failure in self.failures]}
 
 
 @contextlib.contextmanager

@@ -3,6 +3,7 @@
 The long run is `cd tests && python -m fuzz --count 100000`.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from functools import partial
@@ -26,6 +27,7 @@ def test_a_case_is_the_same_alone(world: World) -> None:
     """What a failure is reported with is enough to see it again."""
     together = harness.run(world, 60, seed=3)
     second, first = harness.run(world, 40, seed=3, first=20), harness.run(world, 20, seed=3)
+    assert json.loads(json.dumps(together.table()))["cases"] == together.cases
     for field in ("cases", "accepted", "refused"):
         parts = getattr(first, field) + getattr(second, field)
         assert getattr(together, field) == parts
