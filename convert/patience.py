@@ -81,7 +81,9 @@ def _final(what: str, error: Exception) -> Exception | None:
         refused = error.response.status_code == 401
         return UnavailableError(f"{what}: HF_TOKEN was refused; renew it.") if refused else None
     # The system's own errors have a number: the disk is full, not the network slow.
-    return error if isinstance(error, OSError) and error.errno is not None else None
+    if isinstance(error, OSError) and error.errno is not None:
+        return OSError(error.errno, error.strerror, error.filename or what)
+    return None
 
 
 def _reason(error: BaseException) -> str:

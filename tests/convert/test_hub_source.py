@@ -245,3 +245,26 @@ def test_a_broken_download_goes_on_where_it_was(hub, command, tmp_path) -> None:
     assert ended.code == 0, ended.err
     gets = [r for r in hub.requests if r.path == shard.name and r.kind == "cdn"]
     assert [r.range for r in gets[1:]] == [None, f"bytes={20 << 20}-", f"bytes={40 << 20}-"]
+
+
+def test_disk_that_fills_up_while_downloading(hub, command, tmp_path) -> None:
+    """A file-size limit stands in for a full disk: the system's own error, at a real write."""
+    code = (
+        "import resource, signal, sys\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (600_000, resource.RLIM_INFINITY))\n"
+        f"sys.argv = ['kconvert', 'convert', {REPO!r}, {str(tmp_path / 'out')!r}, '--tp', '2']\n"
+        "from kconvert.convert.cli import main\n"
+        "main()\n"
+    )
+    env = environment(hub.url, tmp_path / "home")
+    ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert ended.returncode == 3
+    assert (
+        ended.stderr.startswith(f"kconvert: {REPO}, model-0000")
+        and "File too large" in ended.stderr
+    )
+    assert ended.stderr.count("\n") == 1
+    assert command("convert", REPO, tmp_path / "out", "--tp", 2).code == 0
+    assert command("convert", REPO, tmp_path / "fresh", "--tp", 2).code == 0
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
