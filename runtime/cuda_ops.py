@@ -190,30 +190,31 @@ def experts(
 
 def gemm_kernels(shape: MoeShape, plan: Schedule) -> list[tuple[str, dict[str, int], int, int]]:
     """(file, macros, dynamic shared memory in bytes, threads a block) of w13 and of w2."""
+    group = 12 * 32  # threads of both group forms
+    threads_w13 = {"moe_w13": W13_CHUNKS * 32, "moe_w13_wide": 256}.get(plan.w13, group)
+    threads_w2 = plan.warps_w2 * 32 if plan.w2 == "moe_w2" else group
     common = {
         "HIDDEN": shape.hidden,
         "INTERMEDIATE": shape.intermediate,
         "GROUP": shape.group,
-    }
-    w13_threads = {"narrow": W13_CHUNKS * 32, "wide": 256, "group": 384}[plan.form]
-    w2_threads = plan.warps_w2 * 32
-    w13 = {"TOP_K": shape.top_k, "SPLIT": shape.split, "STAGES": plan.stages_w13}
-    if plan.form != "narrow":
-        w13["BLOCK_ROWS"] = plan.block_rows
-    if plan.form != "group":
-        w13["MIN_BLOCKS"] = max(1, plan.threads_w13 // w13_threads)
-    w2 = {
         "BLOCK_ROWS": plan.block_rows,
+    }
+    w13 = {
+        "TOP_K": shape.top_k,
+        "SPLIT": shape.split,
+        "STAGES": plan.stages_w13,
+        "MIN_BLOCKS": max(1, plan.threads_w13 // threads_w13),
+    }
+    w2 = {
         "CHUNKS": shape.w2_chunks,
         "WARPS": plan.warps_w2,
         "WARPS_K": plan.warps_k,
         "STAGES": plan.stages_w2,
-        "MIN_BLOCKS": max(1, plan.threads_w2 // w2_threads),
+        "MIN_BLOCKS": max(1, plan.threads_w2 // threads_w2),
     }
-    file = "moe_w13" if plan.form == "narrow" else f"moe_w13_{plan.form}"
     return [
-        (file, common | w13, plan.shared_w13, w13_threads),
-        ("moe_w2", common | w2, plan.shared_w2(shape), w2_threads),
+        (plan.w13, common | w13, plan.shared_w13, threads_w13),
+        (plan.w2, common | w2, plan.shared_w2(shape), threads_w2),
     ]
 
 
@@ -227,7 +228,7 @@ def w13(x: Tensor, layer: MoeWeights, shape: MoeShape, plan: Schedule, work: Moe
         threads,
         (x, layer.w13, layer.w13_scale, work.items, work.item_count, work.slots, work.act),
         shared=shared,
-        cluster=1 if plan.form == "group" else shape.split,
+        cluster=1 if file == "moe_w13_group" else shape.split,
     )
 
 
@@ -237,16 +238,11 @@ def w2(
     """weights float32 [M, top_k] times act times w2 -> work.y, a row a slot. Directly after w13:
     it reads the lists before it waits for the kernel ahead."""
     file, defines, shared, threads = gemm_kernels(shape, plan)[1]
-    columns = 64 * plan.warps_w2 // plan.warps_k * plan.tiles_per_warp
     lists = (work.items, work.item_count, work.slots)
-    _launch(
-        file,
-        defines,
-        (plan.items * -(-shape.hidden // columns),),
-        threads,
-        (work.act, layer.w2, layer.w2_scale, *lists, weights, work.y, plan.tiles_per_warp),
-        shared=shared,
-    )
+    args: tuple[Any, ...] = (work.act, layer.w2, layer.w2_scale, *lists, weights, work.y)
+    if file == "moe_w2":
+        args += (plan.tiles_per_warp,)
+    _launch(file, defines, (plan.blocks_w2,), threads, args, shared=shared)
 
 
 def combine(ids: Tensor, shape: MoeShape, work: MoeWorkspace, out: Tensor) -> None:

@@ -82,32 +82,38 @@ class Schedule:
     """How one call's work is laid over the GPU; no effect on any bit of the result."""
 
     block_rows: int  # rows of one expert that share a pass over its weights
-    form: str  # of the w13 kernel: "narrow" for few rows, "wide" for many, "group" on sm_90a
+    w13: str  # the kernel: moe_w13 for few rows, moe_w13_wide for many, moe_w13_group on sm_90a
+    w2: str  # the kernel: moe_w2, or moe_w2_group for many rows of a wide layer on sm_90a
     stages_w13: int
     stages_w2: int
-    warps_w2: int  # warps a block
+    warps_w2: int  # warps of a block of moe_w2
     warps_k: int  # warps that share the K of one run of w2's columns: 1 or w2_chunks
-    tiles_per_warp: int  # runs of 64 columns a warp of w2 takes in turn
+    tiles_per_warp: int  # runs of 64 columns a warp of moe_w2 takes in turn
     threads_w13: int  # register budgets: at least so many threads must fit an SM
     threads_w2: int
-    items: int  # most work items (expert, rows) there can be
-    blocks_w13: int  # clusters of blocks, in the group form blocks; those with nothing left end
+    blocks_w13: int  # grids; where w13 is a cluster's work, clusters
+    blocks_w2: int
 
     @property
     def shared_w13(self) -> int:
         """Dynamic shared memory of a w13 block in bytes: see the kernels for what lies in it."""
         rows = self.block_rows * 64
-        if self.form == "group":
-            return self.stages_w13 * (8 * BLOCK_BYTES + rows + 16) + 2048 * self.block_rows + 8
-        if self.form == "wide":
+        if self.w13 == "moe_w13_group":
+            return self._shared_group(self.stages_w13)
+        if self.w13 == "moe_w13_wide":
             return 2048 * self.block_rows + 6 * rows + 8 * self.stages_w13 * BLOCK_BYTES
         return W13_CHUNKS * self.stages_w13 * (2 * BLOCK_BYTES + 512)
 
     def shared_w2(self, shape: MoeShape) -> int:
         """Dynamic shared memory of a w2 block in bytes."""
+        if self.w2 == "moe_w2_group":
+            return self._shared_group(self.stages_w2)
         ring = self.stages_w2 * 2 * BLOCK_BYTES
         partial = 256 * self.block_rows if self.warps_k == 1 else 0
         return self.warps_w2 * (ring + partial) + self.block_rows * shape.intermediate * 2
+
+    def _shared_group(self, stages: int) -> int:
+        return stages * (8 * BLOCK_BYTES + 64 * self.block_rows + 16) + 2048 * self.block_rows + 8
 
 
 @dataclass(frozen=True)
@@ -119,8 +125,8 @@ class Gpu:
     sms: int
 
 
-def _most_items(shape: MoeShape, pairs: int, block_rows: int) -> int:
-    # An expert with r rows makes ceil(r / block_rows) items.
+def most_items(shape: MoeShape, pairs: int, block_rows: int) -> int:
+    """Work items at most: an expert with r rows makes ceil(r / block_rows) of them."""
     return min(pairs, min(shape.experts, pairs) + pairs // block_rows)
 
 
@@ -135,32 +141,39 @@ def schedule(shape: MoeShape, tokens: int, gpu: Gpu) -> Schedule:
     pairs = tokens * shape.top_k
     rows = pairs / shape.total_experts  # an expert's, on average
     large = gpu.shared_per_sm >= 200 * 1024
-    # w2's block holds its rows whole, so wide layers take fewer of them.
-    most = 32 if large and shape.intermediate <= 512 else 16
+    warpgroups = gpu.arch == "sm_90a"
+    # A block of moe_w2 holds its rows whole, so wide layers take fewer of them.
+    slim = shape.intermediate <= 512
+    most = 32 if warpgroups or (large and slim) else 16
     block_rows = min(most, 8 if rows <= NARROW_ROWS else 16 if rows <= 8 else 32)
     local = pairs * shape.experts // shape.total_experts
     few = block_rows == 8 and local * (shape.hidden // 64) < 2048
-    items = _most_items(shape, pairs, block_rows)
-    runs = shape.intermediate // 64
-    if block_rows == 8:  # further items are taken in turn
-        form, blocks = "narrow", min(items, _likely_items(shape, tokens)) * runs
-    elif gpu.arch == "sm_90a":
-        form, blocks = "group", min(items * -(-runs // 4), gpu.sms)
-    else:
-        form, blocks = "wide", items * -(-runs // 4)
+    warps_w2, warps_k = (8, shape.w2_chunks) if few else (4, 1)
+    tiles_per_warp = 1 if few else 2 if block_rows < 32 else 4
+    items = most_items(shape, pairs, block_rows)
+    w13, w2, runs = "moe_w13", "moe_w2", shape.intermediate // 64
+    blocks_w13 = min(items, _likely_items(shape, tokens)) * runs  # further ones in a second turn
+    blocks_w2 = items * -(-shape.hidden // (64 * warps_w2 // warps_k * tiles_per_warp))
+    if block_rows > 8:
+        w13, blocks_w13 = "moe_w13_wide", items * -(-runs // 4)
+        if warpgroups:
+            w13, blocks_w13 = "moe_w13_group", min(blocks_w13, gpu.sms)
+            if block_rows == 32 and not slim:
+                w2, blocks_w2 = "moe_w2_group", min(blocks_w2, gpu.sms)
     plan = Schedule(
         block_rows=block_rows,
-        form=form,
-        stages_w13=12 if form == "group" else 4,
-        stages_w2=3,
-        warps_w2=8 if few else 4,
-        warps_k=shape.w2_chunks if few else 1,
-        tiles_per_warp=1 if few else 2 if block_rows < 32 else 4,
+        w13=w13,
+        w2=w2,
+        stages_w13=12 if w13 == "moe_w13_group" else 4,
+        stages_w2=12 if w2 == "moe_w2_group" else 3,
+        warps_w2=warps_w2,
+        warps_k=warps_k,
+        tiles_per_warp=tiles_per_warp,
         # Assemblers differ: what fits 96 registers on sm_90a spills elsewhere.
-        threads_w13=640 if gpu.arch == "sm_90a" else 512,
+        threads_w13=640 if warpgroups else 512,
         threads_w2=384 if block_rows == 32 else 512,
-        items=items,
-        blocks_w13=blocks,
+        blocks_w13=blocks_w13,
+        blocks_w2=blocks_w2,
     )
     if plan.shared_w2(shape) + 1024 > gpu.shared_per_sm:
         plan = replace(plan, stages_w2=2)

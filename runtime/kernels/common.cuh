@@ -218,13 +218,6 @@ __device__ __forceinline__ void show_barriers() {
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
-// The whole warp arrives, as one.
-__device__ __forceinline__ void arrive_once(u32 barrier) {
-  asm volatile(
-      "{\n\t.reg .pred one;\n\telect.sync _|one, 0xffffffff;\n\t"
-      "@one mbarrier.arrive.shared::cta.b64 _, [%0];\n\t}" ::"r"(barrier)
-      : "memory");
-}
 // Arrives; the phase also waits for so many bytes.
 __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)

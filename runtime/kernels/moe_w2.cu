@@ -8,7 +8,7 @@
 //
 // Compile-time: HIDDEN, INTERMEDIATE, GROUP, BLOCK_ROWS, STAGES, CHUNKS, WARPS, WARPS_K,
 // MIN_BLOCKS.
-#include "marlin_stream.cuh"
+#include "moe_w2.cuh"
 
 constexpr int kSteps = INTERMEDIATE / 64;  // a step is 64 k: two blocks
 constexpr int kTiles = HIDDEN / 64;
@@ -28,52 +28,6 @@ __device__ constexpr int chunk_begin(int chunk) { return chunk * kSteps / CHUNKS
 // Rows of act lie whole; the xor spreads the eight rows of a matrix over all banks.
 __device__ __forceinline__ u32 act_offset(int row, int chunk16) {
   return row * kRowBytes + ((chunk16 ^ (row & 7)) << 4);
-}
-
-// What lane r of every warp knows of row r: its slot, and the router weight times kWeightUnit.
-static_assert(BLOCK_ROWS <= 32, "a lane a row");
-struct Row {
-  int slot;
-  float weight;
-
-  __device__ __forceinline__ u16* out(u16* y, int r) const {
-    return y + (long long)__shfl_sync(~0u, slot, r) * HIDDEN;
-  }
-  // 16 columns x 8 rows from row `first`, weighted and rounded: two matrices of 8 columns.
-  __device__ __forceinline__ void weigh(float4 v, int first, u32& low, u32& high) const {
-    const float even = __shfl_sync(~0u, weight, first + (threadIdx.x & 3) * 2);
-    const float odd = __shfl_sync(~0u, weight, first + (threadIdx.x & 3) * 2 + 1);
-    low = pack_bf16(v.x * even, v.y * odd);
-    high = pack_bf16(v.z * even, v.w * odd);
-  }
-};
-
-// A warp's 64 columns, turned in its shared memory so that rows leave in whole 128-byte lines.
-template <int NT>
-__device__ __forceinline__ void store_tile(u32 scratch, const float4 (&acc)[4][NT],
-                                           const Row& row, int row_count, u16* y) {
-  const int lane = threadIdx.x & 31;
-  __syncwarp();
-#pragma unroll
-  for (int t = 0; t < NT; ++t)
-#pragma unroll
-    for (int d = 0; d < 4; d += 2) {
-      u32 r[4];
-      row.weigh(acc[d][t], t * 8, r[0], r[1]);
-      row.weigh(acc[d + 1][t], t * 8, r[2], r[3]);
-      store_matrices_transposed(
-          scratch + (t * 8 + (lane & 7)) * 128 + (((2 * d + (lane >> 3)) ^ (lane & 7)) << 4), r);
-    }
-  __syncwarp();
-#pragma unroll
-  for (int i = 0; i < 2 * NT; ++i) {
-    const int r = i * 4 + (lane >> 3);
-    u16* out = row.out(y, r);
-    if (r < row_count)
-      *reinterpret_cast<uint4*>(out + (lane & 7) * 8) =
-          load_shared16(scratch + r * 128 + (((lane & 7) ^ (r & 7)) << 4));
-  }
-  __syncwarp();
 }
 
 // One unit of a tile whose K was shared among warps.
@@ -121,9 +75,7 @@ __device__ __forceinline__ void run(const u16* act, const char* packed, const ch
 #pragma unroll
   for (int s = 0; s < STAGES - 1; ++s) fetch(ring + s * kStage);
 
-  Row row;
-  row.slot = lane < row_count ? slots[lane] : 0;
-  row.weight = router_weights[row.slot] * kWeightUnit;
+  const Row row(slots, row_count, router_weights);
   wait_for_previous();
   for (int i = threadIdx.x; i < row_count * (kRowBytes / 16); i += WARPS * 32) {
     const int r = i / (kRowBytes / 16), c = i % (kRowBytes / 16);

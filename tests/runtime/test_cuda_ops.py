@@ -143,7 +143,7 @@ def test_more_items_than_there_are_blocks_for():
     """Forty tokens at as many experts as forty can reach, which no uniform router does."""
     shape = MoeShape(512, 128, 384, 8)
     plan = cuda_ops.moe_schedule(shape, 40, torch.device(GPU))
-    assert plan.form == "narrow" and plan.blocks_w13 // 2 < 320 <= plan.items
+    assert plan.w13 == "moe_w13" and plan.blocks_w13 // 2 < 320
     layer = random_layer(shape, GPU, generator(1))
     x, _, weights = inputs(shape, 40, seed=2)
     ids = torch.randperm(384, device=GPU, generator=generator(3))[:320].view(40, 8).int()
