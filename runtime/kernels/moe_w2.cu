@@ -145,8 +145,11 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   let_next_start();
   const int per_block = kTilesAtOnce * tiles_per_warp;
   const int blocks = (kTiles + per_block - 1) / per_block;
-  // All items' first columns, then all items' next: the last of y are in the L2 for moe_combine.
-  const int listed = gridDim.x / blocks, item = blockIdx.x % listed;
+  // Many rows: all items' first columns, then all items' next, so that moe_combine finds the last of
+  // y in the L2. Few: an item after the other, so that those past the end of the list come last.
+  constexpr bool kByColumns = BLOCK_ROWS > 8;
+  const int listed = gridDim.x / blocks;
+  const int item = kByColumns ? blockIdx.x % listed : blockIdx.x / blocks;
   // Items were written two kernels ago, and the kernel before waited for that one.
   const int count = item_count[0];
   const int4 it = items[item];  // may be past the end of the list, never of the buffer
@@ -154,7 +157,8 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   const char* w = packed + (long long)it.x * (INTERMEDIATE / 16) * (HIDDEN * 8);
   const char* s = scales + (long long)it.x * (INTERMEDIATE / GROUP) * (HIDDEN * 2);
   const u16* a = act + (long long)it.y * INTERMEDIATE;
-  const int begin = blockIdx.x / listed * per_block, end = min(begin + per_block, kTiles);
+  const int begin = (kByColumns ? blockIdx.x / listed : blockIdx.x % blocks) * per_block;
+  const int end = min(begin + per_block, kTiles);
   const int first = begin + (threadIdx.x >> 5) / WARPS_K;
   switch ((it.z + 7) / 8) {
     case 1: return run<1>(a, w, s, slots + it.y, it.z, router_weights, y, first, end);

@@ -18,6 +18,7 @@ SHAPES = {
     "uneven": MoeShape(1600, 256, 128, 8),  # chunks of one and of two steps
     "g64": MoeShape(1024, 192, 16, 4, group=64),
     "g128": MoeShape(512, 384, 9, 3, group=128),
+    "broad": MoeShape(1088, 640, 6, 3),  # w13 in units of 4, 4 and 2 pairs; w2 of 8, 8 and 1 runs
 }
 
 
