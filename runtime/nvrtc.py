@@ -32,6 +32,7 @@ class Resources:
     stack: int
     spills: int
     static_shared: int
+    serialized: bool  # the assembler makes each warpgroup MMA wait for the one before
 
 
 def compile_cubin(
@@ -71,6 +72,7 @@ def resources(kernel: str, arch: str, defines: Mapping[str, int]) -> Resources:
         stack=int(stack),
         spills=int(stores) + int(loads),
         static_shared=int(shared.group(1)) if shared else 0,
+        serialized="wgmma.mma_async instructions are serialized" in log,
     )
 
 

@@ -85,7 +85,7 @@ def test_gemm_kernels(arch):
         if key not in compiled:
             compiled[key] = nvrtc.resources(kernel, arch, defines)
         found, where = compiled[key], f"{name}, {tokens} tokens, {kernel}"
-        assert found.spills == found.stack == 0, where
+        assert found.spills == found.stack == 0 and not found.serialized, where
         most = REGISTERS[kernel, defines["BLOCK_ROWS"]][list(GPUS).index(arch)]
         assert found.registers <= most, where
         assert shared + found.static_shared <= limit, where
