@@ -1,14 +1,14 @@
 """Shards on their way: the next one is downloaded while this one is converted.
 
-At most WINDOW shards are held at once, more only where one job needs more. A shard is taken from
-huggingface_hub's cache where it is there, and is then left alone; else it is downloaded into the
-output's work folder and deleted when its last blob is published. Nothing of a shard is converted
-before its content is the one that the Hub names.
+At most WINDOW shards are held at once, more only where two neighbouring jobs need more. A shard is
+taken from huggingface_hub's cache where it is there, and is then left alone; else it is downloaded
+into the output's work folder and deleted when its last blob is published. Nothing of a shard is
+converted before its content is the one that the Hub names.
 """
 
 import shutil
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Self
@@ -16,14 +16,16 @@ from typing import Any, Self
 from tqdm import tqdm
 
 from kconvert.convert.hub import Repo
-from kconvert.convert.patience import ATTEMPTS, TransferError
+from kconvert.convert.patience import Patience, TransferError
 from kconvert.convert.progress import Meter
+from kconvert.convert.source import INCOMING, WINDOW
 from kconvert.layouts.checkpoint import Shard
 from kconvert.layouts.errors import UnavailableError
 from kconvert.layouts.header import read_header
 
-INCOMING = "incoming"
-WINDOW = 2
+_ATTEMPTS = 10  # without any progress: four minutes of pauses
+
+_FAREWELL = 2.0  # seconds
 
 
 class _StoppedError(Exception):
@@ -61,6 +63,7 @@ class Arrivals:
         # Daemons do not keep an interrupted program waiting for a server.
         self._thread = threading.Thread(target=self._run, name="download", daemon=True)
         self._bar = _counting(meter, self._stop)
+        self._patience = Patience(_ATTEMPTS, self._pause)
 
     def __enter__(self) -> Self:
         self._clear()
@@ -72,8 +75,9 @@ class Arrivals:
         with self._change:
             self._change.notify_all()
         self._checker.shutdown(wait=kind is None, cancel_futures=True)
+        # On a failure it ends with the next bytes, and tidies up; but a server may say nothing.
+        self._thread.join(None if kind is None else _FAREWELL)
         if kind is None:
-            self._thread.join()
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def path(self, shard: str) -> Path:
@@ -96,16 +100,16 @@ class Arrivals:
     def check(self, job: int) -> None:
         """Nobody else writes to what was downloaded, nor to the cache's blobs."""
 
-    def release(self, job: int) -> list[str]:
-        """A job's blobs are published: give up the shards that no later one needs; their names."""
+    def release(self, job: int, forget: Callable[[str], object]) -> None:
+        """A job's blobs are published: give up the shards that no later one needs."""
         done = [shard for shard in self._order[job] if self._last[shard] <= job]
+        for shard in done:
+            forget(shard)
+            if shard in self._ours:
+                self._ours.pop(shard).unlink(missing_ok=True)
         with self._change:
-            for shard in done:
-                if shard in self._ours:
-                    self._ours.pop(shard).unlink()
-                self._held.discard(shard)
+            self._held.difference_update(done)
             self._change.notify_all()
-        return done
 
     def _run(self) -> None:
         for shard in self._first:
@@ -123,7 +127,7 @@ class Arrivals:
             with self._change:
                 self._arrived[shard] = arrived
                 self._change.notify_all()
-            if arrived.done() and arrived.exception() is not None:
+            if self._stop.is_set() or (arrived.done() and arrived.exception() is not None):
                 return
 
     def _may(self, shard: str) -> bool:
@@ -136,35 +140,36 @@ class Arrivals:
     def _download(self, shard: str, again: bool = False) -> Path:
         with self._meter.busy("download"):
             if self._keep:
-                return self._repo.fetch(shard, self._bar, self._pause, again)
+                return self._repo.fetch(shard, self._bar, self._patience, again)
             self._folder.mkdir(parents=True, exist_ok=True)
-            self._ours[shard] = self._repo.download(shard, self._folder, self._bar, self._pause)
+            self._ours[shard] = self._repo.download(shard, self._folder, self._bar, self._patience)
             return self._ours[shard]
 
-    def _checked(self, shard: str, path: Path) -> Path:
-        """`path`, or that of a new copy where its content is not right."""
-        for attempt in range(ATTEMPTS):
+    def _checked(self, shard: str, first: Path) -> Path:
+        """`first`, or where its content is not right the path of a new copy."""
+
+        def attempt(number: int) -> Path:
+            path = first if number == 0 else self._download(shard, again=True)
             try:
                 with self._meter.busy("check", self._shards[shard].size):
                     self._repo.check(shard, path, self._go_on)
-                    break
             except TransferError as error:
-                reason = error
-            if shard in self._ours:
-                path.unlink()
-            if attempt + 1 < ATTEMPTS:
-                path = self._download(shard, again=True)
-        else:
-            raise UnavailableError(
-                f"{self._repo.name}, {shard}: {reason}, {ATTEMPTS} times: what is between here and"
-                " the Hub changes it; try another network, or without a proxy."
-            )
-        if read_header(path).raw != self._shards[shard].header:
-            raise UnavailableError(
-                f"{self._repo.name}, {shard}: the header was read wrong before; run the same"
-                " command again."
-            )
-        return path
+                if self._repo.offline:
+                    raise UnavailableError(
+                        f"{path} is damaged ({error}): delete it, and run again without"
+                        " HF_HUB_OFFLINE."
+                    ) from None
+                if shard in self._ours:
+                    path.unlink()
+                raise
+            if read_header(path).raw != self._shards[shard].header:
+                raise UnavailableError(
+                    f"{self._repo.name}, {shard}: its header was read wrong before; run the same"
+                    " command again."
+                )
+            return path
+
+        return Patience(pause=self._pause)(f"{self._repo.name}, {shard}", attempt)
 
     def _pause(self, seconds: float) -> None:
         self._stop.wait(seconds)
@@ -176,20 +181,11 @@ class Arrivals:
 
     def _clear(self) -> None:
         """Delete what an earlier run left and this one cannot use."""
-        usable = {name for shard in self._first for name in (shard, f"{shard}.part")}
-        for path in _files(self._folder):
-            if path.name not in usable or path.parent != self._folder:
+        usable = {self._repo.part(self._folder, shard) for shard in self._first}
+        usable |= {self._folder / shard for shard in self._first}
+        for path in [path for path in self._folder.rglob("*") if not path.is_dir()]:
+            if path not in usable:
                 path.unlink()
-
-
-def bytes_there(work: Path, shard: str) -> int:
-    """Bytes that an earlier run downloaded of a shard, all of it or a part."""
-    paths = (work / INCOMING / name for name in (shard, f"{shard}.part"))
-    return sum(path.stat().st_size for path in paths if path.is_file())
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    return [path for path in folder.rglob("*") if not path.is_dir()]
 
 
 def _counting(meter: Meter, stop: threading.Event) -> type[Any]:

@@ -11,7 +11,6 @@ import typer
 
 from kconvert.convert.cli_bench import bench
 from kconvert.convert.cli_common import (
-    INTERRUPTED,
     Json,
     Layers,
     Quiet,
@@ -23,6 +22,7 @@ from kconvert.convert.cli_common import (
     progress_bar,
     reporting,
     show,
+    to_stderr,
 )
 
 app = typer.Typer(
@@ -41,19 +41,25 @@ CacheDir = Annotated[
 
 
 def main() -> None:
-    """The console script."""
+    """The console script: `run`, and an end to all threads."""
+    try:
+        run()
+    except SystemExit as ended:
+        if ended.code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Threads may be waiting for a server that says nothing.
+            os._exit(ended.code if isinstance(ended.code, int) else 1)
+        raise
+
+
+def run() -> None:
+    """The command line of `sys.argv`; raises SystemExit."""
     signal.signal(signal.SIGTERM, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may lack a character
-    try:
-        app(prog_name="kconvert")
-    except SystemExit as ended:
-        if ended.code == INTERRUPTED:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(INTERRUPTED)  # threads may be waiting for a server that says nothing
-        raise
+    app(prog_name="kconvert")
 
 
 def _interrupt(*_: object) -> NoReturn:
@@ -95,7 +101,8 @@ def convert(
     launcher says (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS).
     """
     from kconvert.convert import text
-    from kconvert.convert.run import Options, prepare, run
+    from kconvert.convert.run import Options, prepare
+    from kconvert.convert.run import run as carry_out
     from kconvert.convert.share import parse_share, share_of_launcher
 
     if not source:
@@ -105,12 +112,14 @@ def convert(
         text_only, overwrite, workers, revision, cache_dir, keep_shards,
         share_of_launcher(os.environ) if shard is None else parse_share(shard),
     )  # fmt: skip
+    if shard is None and options.share:
+        to_stderr(f"{options.share.name}, as the launcher says; --shard 0/1 converts all")
     prepared = prepare(source, output, options)
     if dry_run:
         show(text.plan_table(prepared), as_json, text.plan_text, quiet)
         return
     with reporting(prepared.work, quiet) as meter:
-        result = run(prepared, meter)
+        result = carry_out(prepared, meter)
     show(text.conversion_table(result), as_json, text.conversion_text, quiet)
 
 

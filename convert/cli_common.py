@@ -22,10 +22,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
-INTERRUPTED = 130
 # The first class that fits decides. 1 is for checks that found a difference.
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (KeyboardInterrupt, INTERRUPTED),
+    (KeyboardInterrupt, 130),
     (UnavailableError, 3),
     (KconvertError, 2),
     (OSError, 3),

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kconvert.convert import probe
+from kconvert.convert.source import WINDOW
 
 # Kimi K2.6's 64 shards as the Hub lists them (moonshotai/Kimi-K2.6, commit 2755962). The output
 # is as large within 0.01 %, whatever the layout: `kconvert convert --dry-run`.
@@ -106,8 +107,6 @@ def _hours(gbps: float) -> float:
 def space_needed(same_disk: bool, keep_shards: bool = False) -> dict[str, int]:
     """Bytes on each disk: shards lie in the output until their blobs are written, or with
     --keep-shards in the cache for good."""
-    from kconvert.convert.arrivals import WINDOW  # brings the Hub's client
-
     if not keep_shards:
         return {"output": K26_BYTES + WINDOW * K26_SHARD}
     return {"output": 2 * K26_BYTES} if same_disk else {"output": K26_BYTES, "cache": K26_BYTES}

@@ -70,8 +70,7 @@ def execute(plan: Plan, source: Source, place: Place, workers: int, meter: Meter
             with meter.busy("write"):
                 for writer in done:
                     writer.publish()
-            for shard in shards.release(job):
-                reader.forget(shard)
+            shards.release(job, reader.forget)
 
         try:
             for i, job in enumerate(plan.jobs):

@@ -28,6 +28,7 @@ class Outline:
     text_only: bool
     repo: str | None
     commit: str | None
+    revision: str | None  # as it was asked for
     blobs: dict[str, str | None]  # path → fingerprint; None where its shards were not here
     small_files: dict[str, str]  # name → digest
 
@@ -87,7 +88,10 @@ def read_outline(output: Path) -> Outline:
     """What runs left in `output`; OutputError where none did."""
     path = output / WORK_FOLDER / OUTLINE_NAME
     try:
-        return Outline(**json.loads(path.read_bytes()))
+        outline = Outline(**json.loads(path.read_bytes()))
+        if not isinstance(outline.blobs, dict) or not isinstance(outline.small_files, dict):
+            raise TypeError
+        return outline
     except (OSError, TypeError, ValueError):
         raise OutputError(
             f"{output} has no readable {WORK_FOLDER}/{OUTLINE_NAME}: no `kconvert convert` began"

@@ -67,9 +67,10 @@ def refuse_missing(plan: Plan, found: Found) -> None:
     shards = {shard for one in lacking for shard in one.shards}
     more = f" ({len(shards)} shards are)" if len(shards) > 1 else ""
     layers = layer_numbers(job.group.name for job in plan.jobs)
-    part = f", or convert what is here with --layers {ranges(layers)}" if layers else ""
+    part = f", or convert what is there with --layers {ranges(layers)}" if layers else ""
+    rest = "the repository lacks it" if plan.target.repo else "download the rest"
     raise CheckpointError(
-        f"{first.name} needs {first.shards[0]}, which is missing{more}: download the rest{part}."
+        f"{first.name} needs {first.shards[0]}, which is missing{more}: {rest}{part}."
     )
 
 

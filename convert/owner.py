@@ -27,7 +27,7 @@ def owned(work: Path, share: Share | None = None) -> Iterator[None]:
     run stands in the way: one that lives on this host, or any on another host.
     """
     path = work / (share.name if share else "") / OWNER_NAME
-    _take(path)
+    mine = _take(path)
     try:
         # Only now, so that of two that start at once at least one sees the other.
         for other in (work / OWNER_NAME, *work.glob(f"*/{OWNER_NAME}")):
@@ -36,11 +36,14 @@ def owned(work: Path, share: Share | None = None) -> Iterator[None]:
                 _refuse_living(other)
         yield
     finally:
-        path.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            if path.read_text() == mine:  # somebody may have deleted it by hand, and begun
+                path.unlink()
 
 
-def _take(path: Path) -> None:
-    mine = {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
+def _take(path: Path) -> str:
+    pid = os.getpid()
+    mine = json.dumps({"host": _host(), "pid": pid, "started": _started(pid)})
     # Between seeing that an owner is dead and replacing it, another run on this host could do the
     # same. Only runs on this host take over, so a lock of this host is enough.
     lock = os.open(path.parent, os.O_RDONLY)
@@ -51,7 +54,8 @@ def _take(path: Path) -> None:
             path.unlink()
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         with os.fdopen(fd, "w") as file:
-            json.dump(mine, file)
+            file.write(mine)
+        return mine
     except FileExistsError:
         raise UnavailableError(f"{path} was just taken by another run: one at a time.") from None
     finally:
@@ -65,12 +69,17 @@ def _refuse_living(path: Path) -> None:
         there, pid, started = other["host"], int(other["pid"]), other["started"]
     except (ValueError, KeyError, TypeError):
         there, pid, started = "an unknown host", 0, None  # being written, or cut by a power loss
-    if there == socket.gethostname() and _started(pid) != started:
+    if there == _host() and _started(pid) != started:
         return
     raise UnavailableError(
         f"{path} says that another run is at work here (pid {pid} on {there}): wait for it to end,"
         " or delete that file if it is dead."
     )
+
+
+def _host() -> str:
+    """This host, or the container in it: process ids of another one say nothing here."""
+    return f"{socket.gethostname()}/{os.readlink('/proc/self/ns/pid')}"
 
 
 def _started(pid: int) -> str | None:

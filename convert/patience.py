@@ -1,58 +1,79 @@
 """Calls over the network: which failures pass by themselves, and what the others mean.
 
 huggingface_hub repeats some failures itself; resets, 5xx answers to downloads and wrong bytes it
-does not. One call is tried ATTEMPTS times, with pauses that double.
+does not.
 """
 
+import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
+from urllib.parse import urlsplit
 
 import httpx2
+from huggingface_hub import constants
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     LocalEntryNotFoundError,
     OfflineModeIsEnabled,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
 
+from kconvert.convert.probe import shown_endpoint
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnavailableError
 
-ATTEMPTS = 5
 T = TypeVar("T")
+_LONGEST_PAUSE = 60.0
+_log = logging.getLogger(__name__)
 
 
 class TransferError(OSError):
     """Bytes arrived, but not the right ones: worth another attempt."""
 
 
-def patiently(
-    what: str, call: Callable[[int], T], pause: Callable[[float], object] = time.sleep
-) -> T:
-    """`call(attempt)` until it succeeds, attempt being 0 … ATTEMPTS − 1.
+@dataclass(frozen=True)
+class Patience:
+    """How often a call is tried, and how one waits in between: 1, 2, 4 … 60 seconds."""
 
-    Raises CheckpointError or UnavailableError where trying again is no use or was none, and
-    OSErrors of the local disk as they are.
-    """
-    for attempt in range(ATTEMPTS):
-        try:
-            return call(attempt)
-        except KconvertError:
-            raise
-        except (httpx2.HTTPError, OSError, ValueError) as error:
-            final = _final(what, error)
-            if final is not None:
-                raise final from None
-            reason = _reason(error)
-        if attempt + 1 < ATTEMPTS:
-            pause(2**attempt)
-    raise UnavailableError(
-        f"{what}: {reason}, {ATTEMPTS} times; check the network, then run the same command again:"
-        " it resumes."
-    )
+    attempts: int = 5
+    pause: Callable[[float], object] = time.sleep
+
+    def __call__(
+        self, what: str, call: Callable[[int], T], progress: Callable[[], int] = lambda: 0
+    ) -> T:
+        """`call(n)` until it succeeds, n counting the attempts; they are counted anew when
+        `progress()` has grown.
+
+        Raises CheckpointError or UnavailableError where trying again is no use or was none, and
+        OSErrors of the local disk as they are.
+        """
+        number, failures, before = 0, 0, progress()
+        while True:
+            try:
+                return call(number)
+            except KconvertError:
+                raise
+            except (httpx2.HTTPError, httpx2.InvalidURL, ImportError, OSError, ValueError) as error:
+                final = _final(what, error)
+                if final is not None:
+                    raise final from None
+                reason = _reason(error)
+            number, now = number + 1, progress()
+            failures = 1 if now > before else failures + 1
+            before = now
+            if failures == self.attempts:
+                raise UnavailableError(
+                    f"{what}: {reason}, {failures} times; check the network, then run the same"
+                    " command again: it resumes."
+                )
+            seconds = min(2.0 ** (failures - 1), _LONGEST_PAUSE)
+            _log.warning("%s: %s; again in %.0f s", what, reason, seconds)
+            self.pause(seconds)
 
 
 def _final(what: str, error: Exception) -> Exception | None:
@@ -63,9 +84,11 @@ def _final(what: str, error: Exception) -> Exception | None:
         )
     if isinstance(error, RepositoryNotFoundError):
         return CheckpointError(
-            f"{what}: the Hub has no such repository, or it is private; check the name, or set"
-            " HF_TOKEN to a token that may read it."
+            f"{what}: there is no such folder here, and the Hub has no such repository or it is"
+            " private; check the name, or set HF_TOKEN to a token that may read it."
         )
+    if isinstance(error, HFValidationError):
+        return CheckpointError(f"{what} is no folder here, and no name that the Hub allows.")
     if isinstance(error, RevisionNotFoundError):
         return CheckpointError(f"{what}: the repository has no such revision; check --revision.")
     if isinstance(error, OfflineModeIsEnabled):
@@ -78,8 +101,17 @@ def _final(what: str, error: Exception) -> Exception | None:
     if isinstance(error, EntryNotFoundError):
         return CheckpointError(f"{what}: the repository has no such file at this revision.")
     if isinstance(error, HfHubHTTPError):
-        refused = error.response.status_code == 401
-        return UnavailableError(f"{what}: HF_TOKEN was refused; renew it.") if refused else None
+        # A 403 of another host is that of a link which has expired.
+        ours = error.response.url.host == urlsplit(constants.ENDPOINT).hostname
+        if error.response.status_code == 401 or (error.response.status_code == 403 and ours):
+            return UnavailableError(
+                f"{what}: the Hub wants a token that may read it; set HF_TOKEN."
+            )
+        return None
+    if isinstance(error, (httpx2.InvalidURL, httpx2.UnsupportedProtocol)):
+        return UnavailableError(f"{what}: HF_ENDPOINT or a proxy variable is no URL; correct it.")
+    if isinstance(error, ImportError):  # such as a SOCKS proxy's package
+        return UnavailableError(f"{what}: {_first_line(error)}.")
     # The system's own errors have a number: the disk is full, not the network slow.
     if isinstance(error, OSError) and error.errno is not None:
         return OSError(error.errno, error.strerror, error.filename or what)
@@ -94,7 +126,11 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, httpx2.TimeoutException):
         return "the server did not answer in time"
     if isinstance(error, httpx2.ConnectError):
-        return "no connection to the server"
+        return f"no connection to {shown_endpoint(constants.ENDPOINT)} ({_first_line(error)})"
     if isinstance(error, httpx2.TransportError):
         return "the connection broke"
+    return _first_line(error)
+
+
+def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0].rstrip(".") or type(error).__name__

@@ -23,6 +23,7 @@ from kconvert.layouts.manifest import WORK_FOLDER
 
 _LOG_NAME = "runs.jsonl"
 _PARTIAL = ".partial"
+_PROBE = ".kconvert-probe"
 
 
 @dataclass(frozen=True)
@@ -33,13 +34,18 @@ class Place:
     share: Share | None = None
 
     @property
+    def name(self) -> str:
+        """Of the share, if it is one."""
+        return self.share.name if self.share else ""
+
+    @property
     def work(self) -> Path:
         """For all that is not finished."""
         return self.work_in(self.output)
 
     def work_in(self, folder: Path) -> Path:
         """The same in a folder whose files cannot be renamed from `work`."""
-        return folder / WORK_FOLDER / (self.share.name if self.share else "")
+        return folder / WORK_FOLDER / self.name
 
 
 @contextlib.contextmanager
@@ -77,19 +83,21 @@ def _log(work: Path, started: float, outcome: str) -> None:
 
 
 def _clear(place: Place) -> None:
-    """Delete what was not finished here: by this share, or by any where this run is no share."""
-    folders = [path for path in place.output.glob("*") if (path / WORK_FOLDER).is_dir()]
-    for work in (place.work, *map(place.work_in, folders)):
-        for path in work.glob(f"*{_PARTIAL}"):
+    """Delete what was not finished here: of this share and of shares of another count, or of any
+    where this run is no share. None of those is at work: the owner files say so."""
+    folders = [path for path in place.output.glob("*") if path.name != WORK_FOLDER]
+    for folder in (place.output, *(path for path in folders if path.is_dir())):
+        work = place.work_in(folder)
+        for path in (*work.glob(f"*{_PARTIAL}"), *folder.glob(f"{_PROBE}{place.name}*")):
             path.unlink(missing_ok=True)
-        if place.share is None:
-            for path in work.glob("share-*-of-*"):
+        bears = f"-of-{place.share.count}" if place.share else ""
+        for path in (folder / WORK_FOLDER).glob("share-*-of-*"):
+            if not (bears and path.name.endswith(bears)):
                 shutil.rmtree(path)
-        if work != place.work:
-            with contextlib.suppress(OSError):  # somebody else's files may lie there
-                work.rmdir()
-                if place.share:
-                    work.parent.rmdir()
+        if folder != place.output:
+            for emptied in (work, folder / WORK_FOLDER):
+                with contextlib.suppress(OSError):  # somebody else's files may lie there
+                    emptied.rmdir()
 
 
 def check_space(output: Path, sizes: dict[str, int]) -> None:
@@ -124,16 +132,15 @@ def staging_path(place: Place, name: str) -> Path:
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
         _sync_folder(place.output)
-    if not _can_rename(work, folder):
+    if not _can_rename(work, folder / f"{_PROBE}{place.name}"):
         work = place.work_in(folder)
         work.mkdir(parents=True, exist_ok=True)
     return work / (name.replace("/", "--") + _PARTIAL)
 
 
-def _can_rename(work: Path, folder: Path) -> bool:
-    """Whether a file can be renamed from `work` into `folder`: tried, as devices do not tell."""
+def _can_rename(work: Path, there: Path) -> bool:
+    """Whether a file can be renamed from `work` to `there`: tried, as devices do not tell."""
     probe = work / f"probe{_PARTIAL}"
-    there = folder / f".kconvert-probe-{os.getpid()}{_PARTIAL}"
     probe.touch()
     try:
         os.rename(probe, there)

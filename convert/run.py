@@ -83,7 +83,7 @@ class Prepared:
         small = {name: digest(content) for name, content in self.small_files.items()}
         return Outline(
             target.layout.NAME, *target.parallelism, self.options.text_only,
-            target.repo, target.commit, blobs, small,
+            target.repo, target.commit, self.options.revision, blobs, small,
         )  # fmt: skip
 
     @property
@@ -167,8 +167,8 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     output = Path(output)
     if options.share and options.overwrite:
         raise UnsupportedError(
-            "--overwrite and --shard: no share knows what the others have replaced; delete the old"
-            " output first."
+            "--overwrite is nothing for a share (--shard, or what a launcher has set): none knows"
+            " what the others have replaced; delete the old output first."
         )
     with _without_collection():
         opened = _open(str(source), output, options)
@@ -205,10 +205,18 @@ def _open(source: str, output: Path, options: Options) -> Source:
             )
         return open_local(Path(source))
     revision = options.revision
-    if revision is None or not COMMIT.fullmatch(revision):
-        # A branch may have moved since the output was begun.
-        revision = recorded_commit(output, source) or revision
+    if not options.overwrite and not COMMIT.fullmatch(revision or ""):
+        revision = _begun_at(output, source, revision) or revision
     return open_hub(source, revision, options.cache_dir, options.keep_shards)
+
+
+def _begun_at(output: Path, repo: str, revision: str | None) -> str | None:
+    """The commit from which the same was begun in `output`: a branch may have moved since."""
+    with suppress(OutputError):
+        outline = read_outline(output)
+        if outline.repo == repo and revision in (None, outline.revision):
+            return outline.commit
+    return judge.commit_of_blobs(output, repo) if revision is None else None
 
 
 def _looked_at(prepared: Prepared) -> Prepared:
@@ -281,15 +289,6 @@ def _outline(prepared: Prepared) -> Outline:
     before, outline = _manifest_there(prepared.output), prepared.outline
     text_only = outline.text_only or (before is not None and before.text_only)
     return replace(outline, text_only=text_only)
-
-
-def recorded_commit(output: Path, repo: str) -> str | None:
-    """The commit of the repository from which `output` was begun, if it was."""
-    with suppress(OutputError):
-        outline = read_outline(output)
-        if outline.repo == repo:
-            return outline.commit
-    return judge.commit_of_blobs(output, repo)
 
 
 def finish(output: Path) -> Manifest:

@@ -6,8 +6,9 @@ from typing import NamedTuple
 
 from kconvert.layouts.errors import UnsupportedError
 
-# A launcher's own names for "which of how many": torchrun and most others, Slurm's srun.
-_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_NTASKS"))
+# A launcher's own names for "which of how many": torchrun and most others, and Slurm's srun.
+# SLURM_NTASKS will not do: a batch script has it, with SLURM_PROCID 0, and runs once.
+_LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 
 
 class Share(NamedTuple):
@@ -38,6 +39,6 @@ def parse_share(text: str) -> Share | None:
 def share_of_launcher(environment: Mapping[str, str]) -> Share | None:
     """The share that a launcher gave this process through its environment, if one did."""
     for index, count in _LAUNCHERS:
-        if index in environment and count in environment:
+        if environment.get(index) and environment.get(count):
             return parse_share(f"{environment[index]}/{environment[count]}")
     return None

@@ -3,10 +3,10 @@
 import os
 import re
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol, TypeVar
 
@@ -21,7 +21,7 @@ from kconvert.layouts.checkpoint import (
     assemble,
     read_checkpoint,
 )
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, UnavailableError
 
 if TYPE_CHECKING:
     from kconvert.convert.hub import Repo
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+INCOMING = "incoming"  # in the work folder: what is downloaded
+WINDOW = 2  # shards that are held at once: one is converted while the next one comes
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
 _REQUESTS = 8  # at once
@@ -46,8 +48,8 @@ class Deliveries(Protocol):
     def check(self, job: int) -> None:
         """Raise CheckpointError where a shard is not what it was when the plan was made."""
 
-    def release(self, job: int) -> list[str]:
-        """The job's blobs are published; the shards that no later job needs."""
+    def release(self, job: int, forget: Callable[[str], object]) -> None:
+        """The job's blobs are published. `forget` is told the shards that no later job needs."""
 
 
 class Source(Protocol):
@@ -124,8 +126,8 @@ class _Here:
                     " it, then run the same command again."
                 )
 
-    def release(self, job: int) -> list[str]:
-        return []
+    def release(self, job: int, forget: Callable[[str], object]) -> None:
+        pass
 
 
 @dataclass(frozen=True)
@@ -157,23 +159,23 @@ class HubSource:
         return Arrivals(self.repo, self.checkpoint.shards, order, work, meter, self.keep_shards)
 
     def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
-        from kconvert.convert.arrivals import bytes_there
-
-        there = (lambda _: 0) if self.keep_shards else partial(bytes_there, work)
+        repo, incoming = self.repo, work / INCOMING
         return {
-            name: self.repo.files[name].size - there(name)
+            name: repo.files[name].size
+            - (0 if self.keep_shards else repo.bytes_there(incoming, name))
             for name in shards
-            if self.repo.cached(name) is None
+            if repo.cached(name) is None
         }
 
     def disk_for(self, order: list[set[str]], work: Path) -> dict[Path, int]:
-        from kconvert.convert.arrivals import WINDOW
-
         missing = self.to_download(set().union(*order), work)
         if self.keep_shards:
             return {self.folder / name: size for name, size in missing.items()}
-        most = sorted(missing.items(), key=lambda item: -item[1])
-        return {work / name: size for name, size in most[: max(WINDOW, *map(len, order), 0)]}
+        # A job's shards lie there until it is published, when those of the next are there too.
+        together = [a | b for a, b in pairwise([*order, set()])]
+        together.append(set(sorted(missing, key=lambda name: -missing[name])[:WINDOW]))
+        most = max(together, key=lambda names: sum(missing.get(name, 0) for name in names))
+        return {work / INCOMING / name: missing[name] for name in most if name in missing}
 
 
 def open_local(folder: Path) -> LocalSource:
@@ -199,14 +201,15 @@ def open_hub(
 
     Raises CheckpointError and UnavailableError.
     """
-    from kconvert.convert.hub import open_repo  # takes as long to import as all else
+    try:
+        from kconvert.convert.hub import open_repo  # takes as long to import as all else
+    except ValueError:  # the client's own, of an endpoint that it cannot take apart
+        raise UnavailableError("HF_ENDPOINT or a proxy variable is no URL; correct it.") from None
 
-    repo = open_repo(name, revision, cache_dir)
-    for required in (CONFIG_NAME, INDEX_NAME):
-        if required in repo.files:
-            folder = repo.fetch_checked(required).parent
-    if CONFIG_NAME not in repo.files:
-        raise CheckpointError(f"{name} has no {CONFIG_NAME} at {repo.commit}: no checkpoint.")
+    repo = open_repo(name, revision, cache_dir and cache_dir.absolute())
+    folder = repo.fetch_checked(CONFIG_NAME).parent
+    if INDEX_NAME in repo.files:
+        repo.fetch_checked(INDEX_NAME)
     sizes = {file: entry.size for file, entry in repo.files.items()}
     checkpoint = assemble(
         folder,
@@ -214,15 +217,21 @@ def open_hub(
         lambda names: dict(zip(names, _at_once(repo.read_header, names), strict=True)),
     )
     _at_once(repo.fetch_checked, checkpoint.small_files)
+    if repo.offline:
+        note = f"HF_HUB_OFFLINE: the {len(sizes)} files that the cache has are taken for all"
+        checkpoint = replace(checkpoint, ignored=(*checkpoint.ignored, note))
     contents = {shard: repo.files[shard].oid for shard in checkpoint.shards}
     return HubSource(repo, folder, checkpoint, contents, keep_shards)
 
 
 def _at_once(call: Callable[[str], T], names: Iterable[str]) -> list[T]:
-    """What some requests bring, or the first that fails."""
+    """What some requests bring, or the first that fails, not waiting for the others."""
     pool = ThreadPoolExecutor(_REQUESTS)
     try:
-        return list(pool.map(call, names))
+        futures = [pool.submit(call, name) for name in names]
+        for future in wait(futures, return_when=FIRST_EXCEPTION).done:
+            future.result()
+        return [future.result() for future in futures]
     finally:
         pool.shutdown(wait=False, cancel_futures=True)
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kconvert.convert.progress import SHOWN, hours
+from kconvert.layouts.errors import printable
 from kconvert.layouts.model import groups_text
 
 if TYPE_CHECKING:
@@ -46,6 +47,7 @@ def plan_table(prepared: "Prepared") -> dict[str, Any]:
         "buffer_bytes": memory_bound(plan, prepared.workers),
         "repo": prepared.source.name,
         "commit": prepared.source.commit,
+        "share": prepared.place.name or None,
         "download": prepared.download,
         "bytes_to_read": sum(job.source_bytes for job in rest.jobs),
         "bytes_to_write": sum(prepared.sizes.values()),
@@ -66,6 +68,8 @@ def plan_text(table: dict[str, Any]) -> str:
     ]
     if table["repo"]:
         lines.append(f"from {table['repo']} at {table['commit']}")
+    if table["share"]:
+        lines.append(f"of all, {table['share']}")
     for name, folder in sorted(table["folders"].items()):
         lines.append(f"  {name}/  {folder['files']} files  {size(folder['bytes'])}")
     lines.append(f"total  {size(table['bytes'])}")
@@ -80,7 +84,7 @@ def plan_text(table: dict[str, Any]) -> str:
         enough = "enough" if disk["free"] >= disk["needed"] else "NOT ENOUGH"
         lines.append(f"disk of {disk['folder']}: {size(disk['free'])} free, {enough}")
     lines.append(f"buffers  {size(table['buffer_bytes'])} for {table['workers']} workers")
-    return "\n".join([*lines, *_notes(table)])
+    return _text([*lines, *_notes(table)])
 
 
 def conversion_table(result: "Conversion") -> dict[str, Any]:
@@ -100,10 +104,10 @@ def conversion_text(table: dict[str, Any]) -> str:
     if table["files_written"]:
         lines.append(f"took {hours(table['seconds'])}: {_shares(table)}")
     if table["share"] and not table["complete"]:
-        lines.append(f"this was {table['share']}: the last share to end completes the output")
+        lines.append(f"this was {table['share']}: the last share to end completes what was asked")
     elif not table["complete"]:
         lines.append("not complete yet: run without --layers and --ranks to finish it")
-    return "\n".join([*lines, *_notes(table)])
+    return _text([*lines, *_notes(table)])
 
 
 def finish_table(output: Path, manifest: "Manifest") -> dict[str, Any]:
@@ -124,6 +128,11 @@ def _shares(table: dict[str, Any]) -> str:
         for name, stage in table["stages"].items()
         if name in SHOWN and stage["busy"] > 0
     )
+
+
+def _text(lines: list[str]) -> str:
+    """Lines with names in them that others chose: escaped, as a terminal would obey some."""
+    return "\n".join(map(printable, lines))
 
 
 def _notes(table: dict[str, Any]) -> list[str]:
@@ -305,7 +314,7 @@ def inspection_text(table: dict[str, Any]) -> str:
             lines += [f"{label}: {entry}" for entry in value]
         else:
             lines.append(f"{label}: {_value(key, value)}")
-    return "\n".join(lines)
+    return _text(lines)
 
 
 def _value(key: str, value: Any) -> str:

@@ -137,6 +137,13 @@ def blob_info(header: Header, file: str) -> BlobInfo:
 
 def _check_info(info: BlobInfo) -> None:
     """Raise ValueError or TypeError unless every field can be what it should be."""
+    if not (
+        all(type(value) is int for value in (info.format, info.tp, info.ep))
+        and all(isinstance(value, str) for value in (info.layout, info.fingerprint))
+        and all(value is None or isinstance(value, str) for value in (info.repo, info.commit))
+        and (info.rank is None or type(info.rank) is int)
+    ):
+        raise TypeError("a field of another type")
     if not (1 <= info.ep <= info.tp and info.tp % info.ep == 0):
         raise ValueError("tp and ep")
     if info.rank is not None and not 0 <= info.rank < info.tp:

@@ -4,21 +4,20 @@ No weight is read. Everything hostile or broken is refused here, in one sentence
 compiler and the validator work on facts.
 """
 
-import json
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.header import Header, read_header
+from kconvert.layouts.header import Header, decode_json, read_header
 
 INDEX_NAME = "model.safetensors.index.json"
 CONFIG_NAME = "config.json"
 # Weights in any container; everything else that lies beside config.json is a small file.
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _SMALL_FILE_BYTES = 64 << 20
-_MAX_JSON_BYTES = 256 << 20
+_MAX_JSON_BYTES = 64 << 20  # K2.6's index has 25
 
 
 class SourceTensor(NamedTuple):
@@ -138,7 +137,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes: no JSON file is so large.")
     try:
-        value = json.loads(path.read_bytes().decode("utf-8"))
+        value = decode_json(path.read_bytes())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable as JSON: {error}.") from None
     if not isinstance(value, dict):
@@ -187,6 +186,24 @@ def natural(config: dict[str, Any], key: str, default: int, most: int = 1 << 31)
     if value is None:
         return default
     return 0 if value == 0 and type(value) is int else positive(config, key, most)
+
+
+def real(
+    config: dict[str, Any],
+    key: str,
+    default: float | None = None,
+    least: float = 1e-30,
+    most: float = 1e30,
+) -> float:
+    """config[key], a number of `least` to `most`, or `default` where it is absent or null."""
+    value = config.get(key)
+    if value is None and default is not None:
+        return default
+    if type(value) not in (int, float) or not least <= value <= most:
+        raise CheckpointError(
+            f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number of {least:g} to {most:g}."
+        )
+    return float(value)
 
 
 def _only_shard(folder: Path, files: Collection[str]) -> list[str]:

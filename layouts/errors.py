@@ -4,9 +4,31 @@
 The command line maps each class to an exit code (`convert/cli.py`).
 """
 
+_MOST_CHARACTERS = 900
+
 
 class KconvertError(Exception):
     """An expected failure; its text is shown to the user as it is."""
+
+    def __str__(self) -> str:
+        return one_line(super().__str__())
+
+
+def one_line(text: str) -> str:
+    """`text` as a sentence can be shown: the names in it are of files that others wrote, may be
+    long, and a terminal would obey what is not printable."""
+    return _shortened(printable(_shortened(text)))
+
+
+def printable(text: str) -> str:
+    """`text` with everything escaped that is not printable, line ends too."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:600]} … {text[-290:]}"
 
 
 class CheckpointError(KconvertError, ValueError):

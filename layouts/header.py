@@ -11,7 +11,7 @@ import stat
 from collections.abc import Callable
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kconvert.layouts.errors import CheckpointError
 
@@ -22,7 +22,10 @@ DTYPE_BYTES = {
     "I32": 4, "U32": 4, "F32": 4,
     "C64": 8, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
-MAX_HEADER_BYTES = 100_000_000  # the safetensors library's own cap
+# The safetensors library's cap is 100 MB, of which a hostile author can make 2.3 GB of objects.
+# K2.6's largest header has 0.5 MB; all its 208,550 tensors in one file would have 31.
+MAX_HEADER_BYTES = 32 << 20
+_MAX_TABLES = 1 << 20  # objects and lists take 72 bytes each or more, and as few as 2 in the file
 _LFS_POINTER = b"version https://git-lfs"
 
 
@@ -87,13 +90,22 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
     return parse_header(read_first(8 + length), size, file)
 
 
+def decode_json(
+    raw: bytes, hook: Callable[[list[tuple[str, object]]], object] | None = None
+) -> Any:
+    """The value in `raw`; ValueError or RecursionError where it is none that can be read."""
+    if raw.count(b"{") + raw.count(b"[") > _MAX_TABLES:
+        raise ValueError(f"more than {_MAX_TABLES:,} objects and lists")
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
+
+
 def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     """Check `raw` (length prefix and JSON) against a file of `file_size` bytes named `file`.
 
     Raises CheckpointError for anything that is not a header whose tensors tile the data exactly.
     """
     try:
-        table = json.loads(raw[8:].decode("utf-8"), object_pairs_hook=_unique)
+        table = decode_json(raw[8:], _unique)
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON and duplicate keys alike
         reason = str(error).partition(";")[0]  # Python's own advice follows there
         raise CheckpointError(f"{file} has a header that cannot be read: {reason}.") from None

@@ -7,6 +7,7 @@ from pathlib import Path
 from kconvert.layouts.blob import FORMAT_VERSION, digest
 from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import CheckpointError, OutputError
+from kconvert.layouts.sharding import MOST
 
 MANIFEST_NAME = "kconvert.json"
 WORK_FOLDER = ".kconvert"
@@ -64,13 +65,35 @@ def read_manifest(output: Path) -> Manifest:
             raise OutputError(f"{path} was changed after it was written: its digest disagrees.")
         files = {name: FileEntry(**entry) for name, entry in table.pop("files").items()}
         manifest = Manifest(**table, files=files)
-        if not 1 <= manifest.ep <= manifest.tp or manifest.tp % manifest.ep:
-            raise ValueError(f"tp {manifest.tp} and ep {manifest.ep}")
+        _check(manifest)
     except OutputError:
         raise
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise OutputError(f"{path} is not a manifest of kconvert ({error}).") from None
     return manifest
+
+
+def _check(manifest: Manifest) -> None:
+    """Raise ValueError unless every field can be what it should be."""
+    tp, ep = manifest.tp, manifest.ep
+    if type(tp) is not int or type(ep) is not int or not 1 <= ep <= tp <= MOST or tp % ep:
+        raise ValueError(f"tp {tp!r:.20} and ep {ep!r:.20}")
+    if not isinstance(manifest.layout, str):
+        raise ValueError("layout")
+    if type(manifest.complete) is not bool or type(manifest.text_only) is not bool:
+        raise ValueError("complete and text_only")
+    if not all(v is None or isinstance(v, str) for v in (manifest.repo, manifest.commit)):
+        raise ValueError("repo and commit")
+    for name, entry in manifest.files.items():
+        # Names are of files in the output: nothing else may be read in its name.
+        if name.startswith("/") or "\0" in name or {"", ".", ".."} & set(name.split("/")):
+            raise ValueError(f"file {name!r:.80}")
+        if (
+            type(entry.bytes) is not int
+            or not isinstance(entry.digest, str)
+            or not (entry.fingerprint is None or isinstance(entry.fingerprint, str))
+        ):
+            raise ValueError(f"the entry of {name!r:.80}")
 
 
 def _own_digest(table: dict[str, object]) -> str:

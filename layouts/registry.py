@@ -56,6 +56,6 @@ NAMES = tuple(_LAYOUTS)
 
 def layout_named(name: str) -> Layout:
     """The layout called `name`; UnsupportedError with the known names otherwise."""
-    if name not in _LAYOUTS:
+    if not isinstance(name, str) or name not in _LAYOUTS:
         raise UnsupportedError(f"layout {name!r} is unknown; known are {', '.join(NAMES)}.")
     return _LAYOUTS[name]

@@ -1,11 +1,17 @@
 """ModelConfig: the sizes and constants of K2.6's text model (DeepSeek-V3 MLA + MoE)."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kconvert.layouts.checkpoint import CONFIG_NAME, natural, positive, read_json, text_config
+from kconvert.layouts.checkpoint import (
+    CONFIG_NAME,
+    natural,
+    positive,
+    read_json,
+    real,
+    text_config,
+)
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.runtime.rope import Yarn, mscale
 
@@ -76,10 +82,10 @@ def read_config(folder: Path) -> ModelConfig:
         experts=experts,
         top_k=top_k,
         shared_experts=natural(config, "n_shared_experts", 0),
-        routed_scale=_real(config, "routed_scaling_factor", 1.0),
+        routed_scale=real(config, "routed_scaling_factor", 1.0),
         norm_topk=bool(config.get("norm_topk_prob", True)),
-        norm_eps=_real(config, "rms_norm_eps", 1e-6),
-        rope_theta=_real(config, "rope_theta", 10000.0),
+        norm_eps=real(config, "rms_norm_eps", 1e-6),
+        rope_theta=real(config, "rope_theta", 10000.0, least=1.01),
         yarn=yarn,
         softmax_scale=(nope + rope) ** -0.5 * sharpening,
         tied_head=bool(config.get("tie_word_embeddings", False)),
@@ -97,13 +103,13 @@ def _yarn(config: dict[str, Any]) -> tuple[Yarn | None, float]:
     kind = table.get("type", table.get("rope_type")) if isinstance(table, dict) else table
     if kind != "yarn":
         raise UnsupportedError(f"{CONFIG_NAME}: rope_scaling is {kind!r}, only yarn is known.")
-    factor, all_dim = _real(table, "factor", 1.0), _real(table, "mscale_all_dim", 0.0)
+    factor, all_dim = real(table, "factor", 1.0), real(table, "mscale_all_dim", 0.0, least=0.0)
     yarn = Yarn(
         factor,
         positive(table, "original_max_position_embeddings"),
-        _real(table, "beta_fast", 32.0),
-        _real(table, "beta_slow", 1.0),
-        mscale(factor, _real(table, "mscale", 1.0)) / mscale(factor, all_dim),
+        real(table, "beta_fast", 32.0),
+        real(table, "beta_slow", 1.0),
+        mscale(factor, real(table, "mscale", 1.0, least=0.0)) / mscale(factor, all_dim),
     )
     return yarn, mscale(factor, all_dim) ** 2
 
@@ -116,15 +122,11 @@ def _stop_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
     found: set[int] = set()
     for table in tables:
         tokens = table.get("eos_token_id")
-        found.update(tokens if isinstance(tokens, list) else [] if tokens is None else [tokens])
+        tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
+        if not all(type(token) is int for token in tokens):
+            raise CheckpointError(f"eos_token_id is {tokens!r:.60}, expected tokens' numbers.")
+        found.update(tokens)
     return frozenset(found)
-
-
-def _real(table: dict[str, Any], key: str, default: float) -> float:
-    value = table.get(key, default)
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number.")
-    return float(value)
 
 
 def _require(config: dict[str, Any], key: str, only: object) -> None:

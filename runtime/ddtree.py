@@ -138,7 +138,7 @@ def _grow(ids, logprobs, budget, seeds):  # type: ignore[no-untyped-def]
     costs, parents = np.zeros(2 * budget + 3), np.zeros(2 * budget + 3, np.int64)
     depths = np.zeros(2 * budget + 3, np.int64)
     paths = np.full((2 * budget + 3, levels + 1), -1)  # ranks by depth
-    count, best, node = 1, 0, 0
+    count, best, node, on_chain = 1, 0, 0, True
     while True:
         cost, depth = costs[best], depths[best]
         costs[best] = np.inf  # taken
@@ -159,7 +159,8 @@ def _grow(ids, logprobs, budget, seeds):  # type: ignore[no-untyped-def]
             parents[count], depths[count], paths[count] = node, depth + 1, paths[best]
             paths[count, depth] = 0
             count += 1
-        best = count - 1 if has_child and node < seeds else _cheapest(costs[:count], paths)
+        on_chain = on_chain and has_child and node < seeds
+        best = count - 1 if on_chain else _cheapest(costs[:count], paths)
         if node == budget or costs[best] == np.inf:
             break
     return tokens[:node], tree_depths[:node], tree_parents[: node + 1], path_logprobs[:node]

@@ -4,7 +4,6 @@ Format of z-lab's Hugging Face folders; settings that change the result and are 
 refused by name.
 """
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Self
@@ -201,7 +200,7 @@ def _number(
     """config[key], a finite number; `default` where it is absent or null."""
     value = config.get(key, default)
     value = default if value is None else value
-    if type(value) not in (int, float) or not above < value < math.inf:
+    if type(value) not in (int, float) or not max(above, 1e-30) < value < 1e30:
         raise CheckpointError(
             f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number above {above:g}."
         )

@@ -52,10 +52,13 @@ class Tokenizer:
         self.specials = _specials(config, len(ranks))
         self.vocabulary = len(ranks) + SPECIALS
         self._template_path = folder / "chat_template.jinja"
-        self._coder = tiktoken.Encoding(
-            "kconvert", pat_str=config.get("pat_str", KIMI_PATTERN), mergeable_ranks=ranks,
-            special_tokens=self.specials,
-        )  # fmt: skip
+        try:
+            self._coder = tiktoken.Encoding(
+                "kconvert", pat_str=config.get("pat_str", KIMI_PATTERN), mergeable_ranks=ranks,
+                special_tokens=self.specials,
+            )  # fmt: skip
+        except (TypeError, ValueError) as error:  # a pattern or a name that is none
+            raise CheckpointError(f"{folder} has no sound tokenizer: {error}.") from None
 
     def encode(self, text: str, specials: bool = False) -> list[int]:
         """Token ids; the specials' names are text unless `specials`."""
@@ -106,5 +109,7 @@ def _specials(config: dict[str, Any], first: int) -> dict[str, int]:
     for token in range(first, first + SPECIALS):
         entry = named.get(str(token))
         name = entry.get("content") if isinstance(entry, dict) else None
+        if name is not None and not isinstance(name, str):
+            raise CheckpointError(f"tokenizer_config.json: token {token} is {name!r:.60}, no text.")
         specials[name or f"<|reserved_token_{token}|>"] = token
     return specials

@@ -30,7 +30,7 @@ def kconvert(monkeypatch, capsys) -> Callable[..., Outcome]:
     def run(*arguments: object) -> Outcome:
         monkeypatch.setattr(sys, "argv", ["kconvert", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            cli.main()
+            cli.run()
         captured = capsys.readouterr()
         return Outcome(ended.value.code or 0, captured.out, captured.err)
 

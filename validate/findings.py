@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from kconvert.layouts.errors import one_line
+
 
 class Finding(NamedTuple):
     """One difference. `expert` is the model's number of it, not the rank's."""
@@ -15,7 +17,7 @@ class Finding(NamedTuple):
     def __str__(self) -> str:
         tensor = f", tensor {self.tensor}" if self.tensor else ""
         expert = f", expert {self.expert}" if self.expert is not None else ""
-        return f"{self.file}{tensor}{expert}: {self.text}"
+        return one_line(f"{self.file}{tensor}{expert}: {self.text}")
 
 
 @dataclass

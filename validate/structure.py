@@ -1,19 +1,23 @@
 """Checks that read headers and small files alone: is everything there, and what it should be?"""
 
 from collections.abc import Iterator
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo
 from kconvert.layouts.checkpoint import INDEX_NAME
+from kconvert.layouts.compressed_tensors import SCALE_DTYPES
 from kconvert.layouts.errors import CheckpointError, OutputError
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, FileEntry, Manifest
 from kconvert.layouts.model import OUTER, layer_name
 from kconvert.layouts.registry import layout_named
-from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
+from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice, stacked_names
 from kconvert.validate.findings import Finding
+
+_MOST_MISSING = 1000  # a damaged config.json can ask for millions
 
 
 class Blob(NamedTuple):
@@ -53,14 +57,19 @@ def check_complete(manifest: Manifest, dims: ModelDims) -> Iterator[Finding]:
     """
     if not manifest.complete:
         return
+    missing = (name for name in _expected(manifest, dims) if name not in manifest.files)
+    for name in islice(missing, _MOST_MISSING):
+        yield Finding(name, f"is not in {MANIFEST_NAME}, which says that it is complete")
+
+
+def _expected(manifest: Manifest, dims: ModelDims) -> Iterator[str]:
     layers = [layer_name(layer) for layer in range(dims.layers)]
-    expected = [f"{blob.COMMON_FOLDER}/{name}.safetensors" for name in [*layers, OUTER]]
+    for name in [*layers, OUTER]:
+        yield f"{blob.COMMON_FOLDER}/{name}.safetensors"
     for rank in range(manifest.tp):
         folder = blob.rank_folder(rank, manifest.tp)
-        expected += [f"{folder}/{name}.safetensors" for name in layers[dims.first_moe :]]
-    for name in expected:
-        if name not in manifest.files:
-            yield Finding(name, f"is not in {MANIFEST_NAME}, which says that it is complete")
+        for name in layers[dims.first_moe :]:
+            yield f"{folder}/{name}.safetensors"
 
 
 def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Finding]]:
@@ -109,6 +118,18 @@ def _check_header(
     found = {name.rpartition(".")[2]: t.shape for name, t in one.header.tensors.items()}
     if found != expected:
         yield Finding(one.path, f"has the tensors {found}, expected {expected}")
+        return
+    prefix = next(iter(one.header.tensors)).rpartition(".")[0] + "."
+    if set(one.header.tensors) != set(stacked_names(prefix)):
+        yield Finding(one.path, f"its four tensors are not of one layer: {[*one.header.tensors]}")
+    for name, tensor in one.header.tensors.items():
+        allowed = ("I32",) if name.endswith("_packed") else SCALE_DTYPES
+        if tensor.dtype not in allowed:
+            yield Finding(one.path, f"{tensor.dtype} found, {' or '.join(allowed)} expected", name)
+        if len(info.expert_digests.get(name, ())) != tensor.shape[0]:
+            yield Finding(
+                one.path, f"has not one digest for each of {tensor.shape[0]} experts", name
+            )
 
 
 def _stacked_shapes(manifest: Manifest, dims: ModelDims, rank: int) -> dict[str, tuple[int, ...]]:

@@ -2,15 +2,17 @@
 
 import hashlib
 import json
+import shutil
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from hub.faults import Fault, always, at
+from hub.faults import Fault, always, at, first_of
 from hub.server import Hub, environment
 from kit import KIMI_MINI, change_json, copy_mini, tree
 
@@ -179,6 +181,7 @@ def test_the_recorded_commit_wins_over_a_moved_branch(hub, command, tmp_path) ->
     other = copy_mini(tmp_path / "other")
     change_json(other / "config.json", lambda table: table.update({"moved": True}))
     hub.repos[REPO].commit(other)
+    (out / "kconvert.json").unlink()
     ended = command("convert", REPO, out, "--tp", 2, "--json")
     assert ended.code == 0, ended.err
     assert json.loads(ended.out)["commit"] == begun
@@ -190,10 +193,86 @@ def test_the_recorded_commit_wins_over_a_moved_branch(hub, command, tmp_path) ->
     assert f"was made from {REPO} at {begun}" in refused.err
 
 
+def test_another_revision_is_not_ignored(hub, command, tmp_path) -> None:
+    out, begun = tmp_path / "out", hub.repos[REPO].branches["main"]
+    assert command("convert", REPO, out, "--tp", 2).code == 0
+    other = copy_mini(tmp_path / "other")
+    change_json(other / "config.json", lambda table: table.update({"moved": True}))
+    hub.repos[REPO].commit(other, branch="v2")
+    assert command("convert", REPO, out, "--tp", 2).code == 0
+    refused = command("convert", REPO, out, "--tp", 2, "--revision", "v2")
+    assert refused.code == 2 and f"was made from {REPO} at {begun}" in refused.err
+    assert command("convert", REPO, out, "--tp", 2, "--revision", "v3").code == 2
+    ended = command("convert", REPO, out, "--tp", 2, "--revision", "v2", "--overwrite", "--json")
+    assert json.loads(ended.out)["commit"] == hub.repos[REPO].branches["v2"]
+    assert command("convert", REPO, tmp_path / "fresh", "--tp", 2, "--revision", "v2").code == 0
+    assert tree(out) == tree(tmp_path / "fresh")
+
+
+def test_damaged_shards_in_the_cache(hub, command, tmp_path) -> None:
+    """Too short, a flipped byte of the header or the data: got again, and left as they are."""
+    assert command("convert", REPO, tmp_path / "a", "--tp", 2, "--keep-shards").code == 0
+    shards = sorted((tmp_path / "home/hub").rglob("snapshots/*/*.safetensors"))
+    for shard, place in zip(shards, (-100, 20, 200_000), strict=False):
+        raw = bytearray(shard.read_bytes())
+        raw[place] ^= 1
+        shard.resolve().write_bytes(raw[:place] if place < 0 else raw)
+    damaged = {shard: shard.read_bytes() for shard in shards}
+    ended = command("convert", REPO, tmp_path / "b", "--tp", 2)
+    assert ended.code == 0, ended.err
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+    assert {shard: shard.read_bytes() for shard in shards} == damaged
+    offline = command("convert", REPO, tmp_path / "c", "--tp", 2, HF_HUB_OFFLINE="1")
+    assert (offline.code in (2, 3) and "is damaged" in offline.err) or "truncated" in offline.err
+
+
+def test_store_that_others_share(hub, command, tmp_path) -> None:
+    """The cache's blobs may be links in turn: they are followed, and named by the Hub's hash."""
+    assert command("convert", REPO, tmp_path / "a", "--tp", 2, "--keep-shards").code == 0
+    store = tmp_path / "store"
+    store.mkdir()
+    for i, blob in enumerate(sorted((tmp_path / "home/hub").rglob("blobs/*"))):
+        shutil.move(blob, store / f"object-{i}")
+        blob.symlink_to(store / f"object-{i}")
+    ended = command("convert", REPO, tmp_path / "b", "--tp", 2, HF_HUB_OFFLINE="1")
+    assert ended.code == 0, ended.err
+    assert "the 9 files that the cache has are taken for all" in ended.out
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
+
+
+def test_a_failed_run_waits_for_no_other_request(hub, command, tmp_path) -> None:
+    """One shard's header is refused while another's server says nothing."""
+    first, second = "model-00001-of-000006.safetensors", "model-00002-of-000006.safetensors"
+    hub.faults = first_of(
+        always(Fault("delay", seconds=60), kind="cdn", path=first),
+        always(Fault("status", status=401), kind="resolve", path=second),
+    )
+    begin = time.monotonic()
+    ended = command("convert", REPO, tmp_path / "out", "--tp", 2)
+    assert ended.code == 3 and "the Hub wants a token" in ended.err
+    assert time.monotonic() - begin < 20
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "words"),
+    [
+        ("http://user:s3cret@host:9x", "HF_ENDPOINT or a proxy variable is no URL"),
+        ("nonsense", "HF_ENDPOINT or a proxy variable is no URL"),
+    ],
+)
+def test_endpoints_that_are_none(endpoint, words, command, tmp_path) -> None:
+    ended = command("convert", REPO, tmp_path / "out", HF_ENDPOINT=endpoint)
+    assert ended.code == 3 and words in ended.err and "s3cret" not in ended.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "words"),
     [
-        (["no/such"], 2, "no/such: the Hub has no such repository, or it is private"),
+        (
+            ["no/such"],
+            2,
+            "there is no such folder here, and the Hub has no such repo",
+        ),
         ([REPO, "--revision", "nope"], 2, "no such revision; check --revision"),
         (["nothing-here"], 2, "neither a folder here nor the name of a repository"),
         ([KIMI_MINI, "--revision", "main"], 2, "--revision, --cache-dir and --keep-shards are for"),

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -524,6 +525,16 @@ def test_another_run_on_the_same_output(mini: Path, tmp_path: Path, kconvert) ->
         other.kill()
     assert (out / ".kconvert/owner").exists()  # it died without tidying up
     assert kconvert("convert", mini, out).code == 0
+
+
+def test_owner_in_another_container_is_not_taken_over(mini, tmp_path, kconvert) -> None:
+    """Of the same host name: its process ids say nothing here."""
+    work = tmp_path / "out/.kconvert"
+    work.mkdir(parents=True)
+    host = f"{socket.gethostname()}/pid:[1]"
+    (work / "owner").write_text(json.dumps({"host": host, "pid": 1, "started": "x"}))
+    outcome = kconvert("convert", mini, tmp_path / "out")
+    assert outcome.code == 3 and f"pid 1 on {host}" in outcome.err
 
 
 def test_owner_on_another_host_is_not_taken_over(mini: Path, tmp_path: Path, kconvert) -> None:

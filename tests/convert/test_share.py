@@ -1,6 +1,7 @@
 """Several runs on one output: every one its share, and the same bytes as one run alone."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -130,6 +131,25 @@ def test_who_bears_whom(mine, other, bears, tmp_path: Path, kconvert) -> None:
     assert bears or "another run is at work here" in outcome.err
 
 
+def test_killed_shares_of_another_count_leave_nothing(whole, tmp_path: Path, kconvert) -> None:
+    out = tmp_path / "out"
+    left = out / ".kconvert/share-1-of-4/incoming/model.part"
+    left.parent.mkdir(parents=True)
+    left.write_bytes(b"half")
+    for i in range(2):
+        assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", f"{i}/2").code == 0
+    assert tree(out) == whole
+    assert [p.name for p in (out / ".kconvert").iterdir()] == ["runs.jsonl"]
+
+
+def test_launcher_is_said_first(tmp_path: Path) -> None:
+    run = start(
+        "convert", KIMI_MINI, tmp_path / "out", "--dry-run",
+        RANK="1", WORLD_SIZE="2", PATH=os.environ["PATH"],
+    )  # fmt: skip
+    assert run.communicate()[1] == "share-1-of-2, as the launcher says; --shard 0/1 converts all\n"
+
+
 def test_shares_of_different_commands(tmp_path: Path, kconvert) -> None:
     out = tmp_path / "out"
     assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", "1/3").code == 0
@@ -141,8 +161,11 @@ def test_launchers() -> None:
     assert share_of_launcher({}) is None
     assert share_of_launcher({"RANK": "0", "WORLD_SIZE": "1"}) is None
     assert share_of_launcher({"RANK": "2", "WORLD_SIZE": "4"}) == Share(2, 4)
-    assert share_of_launcher({"SLURM_PROCID": "1", "SLURM_NTASKS": "3"}) == Share(1, 3)
-    assert share_of_launcher({"SLURM_NTASKS": "3"}) is None
+    srun = {"SLURM_PROCID": "1", "SLURM_NTASKS": "3", "SLURM_STEP_NUM_TASKS": "3"}
+    assert share_of_launcher(srun) == Share(1, 3)
+    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}  # runs once, for all
+    assert share_of_launcher(batch_script) is None
+    assert share_of_launcher({"RANK": "", "WORLD_SIZE": ""}) is None
     for text in ("4/4", "1", "-1/2", "a/b", "0/0"):
         with pytest.raises(UnsupportedError, match="one of N, counted from 0"):
             parse_share(text)

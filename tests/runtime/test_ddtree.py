@@ -168,6 +168,14 @@ def test_first_nodes_are_the_tree_of_that_budget(marginal, budget, smaller, seed
         assert getattr(whole, field).dtype == getattr(part, field).dtype
 
 
+def test_seed_ends_where_the_chain_does() -> None:
+    """Afterwards the first child of another node is no seed."""
+    impossible = float("-inf")
+    logprobs = np.array([[0, 0], [-1, -1], [impossible] * 2, [0, 0]], np.float32)
+    ids = np.tile(np.arange(2), (4, 1))
+    assert paths_of(build_tree(ids, logprobs, 4), ids) == [(0,), (0, 0), (1,), (0, 1)]
+
+
 @settings(deadline=None)
 @given(marginals(), st.integers(0, 6))
 def test_chain_is_the_seed_alone(marginal, budget: int) -> None:
