@@ -50,6 +50,8 @@ def main() -> None:
             sys.stderr.flush()
             # Threads may be waiting for a server that says nothing.
             os._exit(ended.code if isinstance(ended.code, int) else 1)
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, signal.SIG_IGN)  # all is done and said; Python may end in peace
         raise
 
 

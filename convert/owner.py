@@ -55,6 +55,8 @@ def _take(path: Path) -> str:
         fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
         with os.fdopen(fd, "w") as file:
             file.write(mine)
+            file.flush()
+            os.fsync(file.fileno())  # after a power cut it must still say who is dead
         return mine
     except FileExistsError:
         raise UnavailableError(f"{path} was just taken by another run: one at a time.") from None

@@ -101,8 +101,9 @@ def _final(what: str, error: Exception) -> Exception | None:
     if isinstance(error, EntryNotFoundError):
         return CheckpointError(f"{what}: the repository has no such file at this revision.")
     if isinstance(error, HfHubHTTPError):
-        # A 403 of another host is that of a link which has expired.
-        ours = error.response.url.host == urlsplit(constants.ENDPOINT).hostname
+        # A 403 of another host or port is that of a link which has expired.
+        url, hub = error.response.url, urlsplit(constants.ENDPOINT)
+        ours = (url.host, url.port) == (hub.hostname, hub.port)
         if error.response.status_code == 401 or (error.response.status_code == 403 and ours):
             return UnavailableError(
                 f"{what}: the Hub wants a token that may read it; set HF_TOKEN."

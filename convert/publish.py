@@ -52,7 +52,12 @@ class Place:
 def working_in(place: Place) -> Iterator[None]:
     """Make the output, own the place, and clear what earlier runs left half-done; the run is
     logged."""
+    new = not place.output.exists()
     place.work.mkdir(parents=True, exist_ok=True)
+    if new:
+        with contextlib.suppress(OSError):  # it need not be ours to read
+            _sync_folder(place.output.parent)
+    _sync_folder(place.output)  # a run that was killed may have made folders and not synced them
     with owned(place.output / WORK_FOLDER, place.share):
         _clear(place)
         started, outcome = time.time(), "done"
@@ -156,6 +161,12 @@ def publish(staged: Path, final: Path) -> None:
     """Give a written and synced file its final name, durably."""
     os.rename(staged, final)
     _sync_folder(final.parent)
+
+
+def withdraw(path: Path) -> None:
+    """Delete a file, durably: before what it tells of is changed."""
+    path.unlink(missing_ok=True)
+    _sync_folder(path.parent)
 
 
 def _sync_folder(folder: Path) -> None:

@@ -253,7 +253,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         rest, replaced, outline = prepared.rest, prepared.replaced, _outline(prepared)
         _leave_outline(place, outline)
         if replaced:
-            (output / MANIFEST_NAME).unlink(missing_ok=True)
+            publish.withdraw(output / MANIFEST_NAME)
         bytes_read = execute(rest, prepared.source, place, prepared.workers, meter)
         # The last share to end writes what belongs to no share.
         last = place.share is None or not outline.missing_blobs(output)
