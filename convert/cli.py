@@ -100,7 +100,7 @@ def convert(
     """Compile a checkpoint into one folder of blobs a GPU.
 
     Several machines on one output: each runs the same command as its share, by --shard or as a
-    launcher says (RANK and WORLD_SIZE, or SLURM_PROCID and SLURM_NTASKS).
+    launcher says (RANK and WORLD_SIZE, or srun's variables).
     """
     from kconvert.convert import text
     from kconvert.convert.run import Options, prepare
