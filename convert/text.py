@@ -245,8 +245,12 @@ def bench_moe_text(table: dict[str, Any]) -> str:
     for row in table["rows"]:
         lines.append(
             f"{row['shape']:<5} {row['M']:>6} {row['experts']:>8.0f} {row['us']:>8.1f}"
-            f" {row['tbps']:>7.2f} {row['floor_us']:>9.1f} {row['align_us']:>9.1f}"
-            f" {row['router_us']:>10.1f}"
+            f" {row['tbps']:>7.2f} {row['floor_us']:>9.1f}"
+            + (
+                f" {row['align_us']:>9.1f} {row['router_us']:>10.1f}"
+                if row["backend"] == "kconvert"
+                else f"  {row['backend']}: {row['inside']}"
+            )
         )
     return "\n".join(lines)
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from kconvert.layouts.errors import UnavailableError
-from kconvert.runtime import cuda_ops
+from kconvert.runtime import bench_peers, cuda_ops
 from kconvert.runtime.moe_shape import MoeShape
 from kconvert.runtime.nvrtc import sources_digest
 
@@ -71,7 +71,7 @@ def random_routing(
     return ids, weights * (2.827 / weights.sum(1, keepdim=True))
 
 
-def graph_us(steps: Sequence[Callable[[], None]], replays: int = 25) -> float:
+def graph_us(steps: Sequence[Callable[[], object]], replays: int = 25) -> float:
     """Median microseconds of one step, all steps captured in one CUDA graph, in turn."""
     for step in steps:
         step()
@@ -109,11 +109,16 @@ def read_steps(
 
 
 def bench_shape(
-    name: str, tokens: Sequence[int], seed: int, report: Callable[[str], None]
+    name: str,
+    tokens: Sequence[int],
+    seed: int,
+    report: Callable[[str], None],
+    peers: Sequence[bench_peers.Peer] = (),
 ) -> list[dict[str, Any]]:
     """Rows of one shape. Raises UnavailableError with the sizes when too little is free."""
     shape, device = SHAPES[name], f"cuda:{torch.cuda.current_device()}"
     needed, free = memory_needed(shape, max(tokens)), torch.cuda.mem_get_info()[0]
+    needed += bench_peers.memory_needed(peers, shape, max(tokens))
     report(f"{name}: needs {needed / 1e9:.1f} GB of GPU memory, {free / 1e9:.1f} GB are free")
     if needed > free:
         raise UnavailableError(
@@ -123,15 +128,18 @@ def bench_shape(
     generator = torch.Generator(device).manual_seed(seed)
     layers = [random_layer(shape, device, generator) for _ in range(LAYERS)]
     work = cuda_ops.MoeWorkspace(shape, max(tokens), device)
+    loaded = bench_peers.load(peers, layers, shape, report)
     rows = []
     for m in tokens:
-        row = _bench_tokens(shape, m, layers, work, device, generator)
-        rows.append({"shape": name, "backend": "kconvert", **row})
+        row, *others = _bench_tokens(shape, m, layers, work, device, generator, loaded, report)
+        rows += [{"shape": name, **one} for one in (row, *others)]
         report(
             f"{name} M={m:<5} experts {row['experts']:>3}  {row['us']:8.1f} us  "
             f"{row['tbps']:.2f} TB/s  floor {row['floor_us']:7.1f} us  "
             f"align {row['align_us']:.1f}  router {row['router_us']:.1f}"
         )
+        for one in others:
+            report(f"  {one['backend']} {one['us']:.1f} us  {one['inside']}")
     return rows
 
 
@@ -142,7 +150,10 @@ def _bench_tokens(
     work: cuda_ops.MoeWorkspace,
     device: str,
     generator: torch.Generator,
-) -> dict[str, Any]:
+    peers: bench_peers.Loaded,
+    report: Callable[[str], None],
+) -> list[dict[str, Any]]:
+    """kconvert's row, then one a peer."""
     routings = [random_routing(shape, m, device, generator) for _ in range(ROUTINGS)]
     xs = [
         torch.randn(m, shape.hidden, device=device, generator=generator).bfloat16()
@@ -165,19 +176,32 @@ def _bench_tokens(
     logits = torch.randn(m, shape.total_experts, device=device, generator=generator)
     bias = torch.zeros(shape.total_experts, device=device)
     ids, weights = (torch.empty_like(t) for t in routings[0])
+
+    def speed(us: float) -> dict[str, Any]:
+        return {
+            "M": m,
+            "experts": round(touched, 1),
+            "us": round(us, 2),
+            "tbps": round(touched * shape.expert_bytes / us / 1e6, 3),
+            "tokens_per_s": round(m / us * 1e6),
+            "floor_us": floor,
+        }
+
     us = graph_us(steps)
-    return {
-        "M": m,
-        "experts": round(touched, 1),
-        "us": round(us, 2),
-        "tbps": round(touched * shape.expert_bytes / us / 1e6, 3),
-        "tokens_per_s": round(m / us * 1e6),
-        "floor_us": round(graph_us(read_steps(layers, chosen)), 2) if touched else 0.0,
+    floor = round(graph_us(read_steps(layers, chosen)), 2) if touched else 0.0
+    row = {
+        "backend": "kconvert",
+        **speed(us),
         "align_us": round(graph_us([lambda: cuda_ops.align(routings[0][0], shape, work)] * 8), 2),
         "router_us": round(
             graph_us([lambda: cuda_ops.router_into(logits, bias, 2.827, ids, weights)] * 8), 2
         ),
     }
+    calls = [(x, *routing) for x, routing in zip(xs, routings, strict=True)]
+    times = bench_peers.times(peers, calls, graph_us, report)
+    return [row] + [
+        {"backend": peer.backend, "inside": peer.inside, **speed(us)} for peer, us in times
+    ]
 
 
 def bench_moe(
@@ -194,15 +218,15 @@ def bench_moe(
     """
     if not torch.cuda.is_available():
         raise UnavailableError("bench moe needs an NVIDIA GPU, and torch finds none here.")
-    rows = []
+    rows, peers = [], bench_peers.find(report)
     for name in shapes:
-        rows += bench_shape(name, tokens, seed, report)
+        rows += bench_shape(name, tokens, seed, report, peers)
         torch.cuda.empty_cache()
     return {
         "bench": "moe",
         "card": torch.cuda.get_device_name(),
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": _versions(),
+        "versions": _versions([peer.package for peer in peers]),
         "commit": commit or _commit(),
         "kernels": sources_digest()[:16],
         "method": f"CUDA graph of {LAYERS} layers x {ROUTINGS} routings, median of 25 replays",
@@ -211,9 +235,9 @@ def bench_moe(
     }
 
 
-def _versions() -> dict[str, str]:
+def _versions(peers: Sequence[str]) -> dict[str, str]:
     found = {"torch": str(torch.__version__)}
-    for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc"):
+    for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", *peers):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
