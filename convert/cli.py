@@ -72,7 +72,7 @@ def _interrupt(*_: object) -> NoReturn:
 @explained
 def convert(
     source: Annotated[
-        str, typer.Argument(help="The folder of a checkpoint, or its name on the Hub.")
+        str, typer.Argument(metavar="SOURCE", help="A checkpoint's folder, or its name on the Hub.")
     ],
     output: Annotated[Path, folder_argument("The folder to write; resumed if it is there.")],
     layout: Annotated[str, typer.Option(help="marlin or w4a16.")] = "marlin",
