@@ -23,6 +23,17 @@ def world() -> Iterator[World]:
         yield made
 
 
+def test_two_thousand_cases(world: World) -> None:
+    report = harness.run(world, 2000, seed=7)
+    assert report.failures == []
+    assert report.cases.keys() == TARGETS.keys()
+    for name in TARGETS:
+        assert report.accepted[name] and report.refused[name], name
+    assert report.refusal_places > 40
+    assert report.accepted.total() + report.refused.total() == report.cases.total() == 2000
+    assert report.growth_bytes < 1 << 30
+
+
 def test_a_case_is_the_same_alone(world: World) -> None:
     """What a failure is reported with is enough to see it again."""
     together = harness.run(world, 60, seed=3)
