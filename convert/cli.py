@@ -11,6 +11,7 @@ import typer
 
 from kconvert.convert.cli_bench import bench
 from kconvert.convert.cli_common import (
+    INTERRUPTED,
     Json,
     Layers,
     Quiet,
@@ -18,6 +19,7 @@ from kconvert.convert.cli_common import (
     explained,
     folder,
     folder_argument,
+    interrupted,
     numbers,
     progress_bar,
     reporting,
@@ -56,12 +58,21 @@ def main() -> None:
 
 
 def run() -> None:
-    """The command line of `sys.argv`; raises SystemExit."""
+    """The command line of `sys.argv`; ends in SystemExit."""
     signal.signal(signal.SIGTERM, _interrupt)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal may lack a character
-    app(prog_name="kconvert")
+    ended: int | str | None
+    try:
+        app(prog_name="kconvert")
+    except KeyboardInterrupt:  # before typer was at work; afterwards it makes this of it:
+        ended = INTERRUPTED
+    except SystemExit as over:
+        ended = over.code
+    if ended == INTERRUPTED:
+        to_stderr(f"kconvert: {interrupted()}")
+    raise SystemExit(ended)
 
 
 def _interrupt(*_: object) -> NoReturn:

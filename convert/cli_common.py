@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 
+INTERRUPTED = 130
 # The first class that fits decides. 1 is for checks that found a difference.
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (KeyboardInterrupt, 130),
     (UnavailableError, 3),
     (KconvertError, 2),
     (OSError, 3),
@@ -79,10 +79,13 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
     return run
 
 
+def interrupted() -> str:
+    """What to say of an interrupt, wherever it came."""
+    resume = f"; to resume: {shlex.join(['kconvert', *sys.argv[1:]])}"
+    return "interrupted" + (resume if sys.argv[1:2] == ["convert"] else "")
+
+
 def _sentence(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        resume = f"; to resume: {shlex.join(['kconvert', *sys.argv[1:]])}"
-        return "interrupted" + (resume if sys.argv[1:2] == ["convert"] else "")
     if isinstance(error, OSError) and not isinstance(error, KconvertError):
         where = f"{error.filename}: " if error.filename else ""
         advice = _ADVICE.get(error.errno or 0)
