@@ -88,7 +88,7 @@ def run(
     first: int = 0,
     *,
     only: str | None = None,
-    seconds: float = 5.0,
+    seconds: float = 20.0,
     memory: int = 1 << 30,
     progress: Callable[[int], None] = lambda _: None,
 ) -> Report:
