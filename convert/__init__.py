@@ -32,7 +32,8 @@ def convert(
     The options are the command line's. Raises a `kconvert.layouts.errors.KconvertError`, or
     OSError as the system gives it.
     """
-    from kconvert.convert.run import Options, prepare, run  # numba is not for `--help`
+    from kconvert.convert.prepare import Options, prepare  # numba is not for `--help`
+    from kconvert.convert.run import run
 
     options = Options(
         layout, tp, ep, layers, ranks, text_only, overwrite, workers, revision, cache_dir,

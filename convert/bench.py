@@ -24,7 +24,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.convert.run import Options, prepare, run
+from kconvert.convert.prepare import Options, prepare
+from kconvert.convert.run import run
 from kconvert.convert.synth import synth
 from kconvert.layouts.marlin import pack_weight_into, weight_shape
 

@@ -114,7 +114,7 @@ def convert(
     launcher says (RANK and WORLD_SIZE, or srun's variables).
     """
     from kconvert.convert import text
-    from kconvert.convert.run import Options, prepare
+    from kconvert.convert.prepare import Options, prepare
     from kconvert.convert.run import run as carry_out
     from kconvert.convert.share import parse_share, share_of_launcher
 

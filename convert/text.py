@@ -9,7 +9,8 @@ from kconvert.layouts.errors import printable
 from kconvert.layouts.model import groups_text
 
 if TYPE_CHECKING:
-    from kconvert.convert.run import Conversion, Prepared
+    from kconvert.convert.prepare import Prepared
+    from kconvert.convert.run import Conversion
     from kconvert.layouts.manifest import Manifest
     from kconvert.validate.findings import Validation
 

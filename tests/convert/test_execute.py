@@ -13,7 +13,8 @@ import pytest
 from kit import KIMI_MINI, LAYER1, SHARD, change_json, copy_mini, load, tree, write
 
 from kconvert.convert import convert, execute
-from kconvert.convert.run import Options, prepare, run
+from kconvert.convert.prepare import Options, prepare
+from kconvert.convert.run import run
 from kconvert.convert.writer import BlobWriter
 from kconvert.layouts.checkpoint import read_checkpoint
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
@@ -289,7 +290,8 @@ def test_memory_stays_within_the_stated_bound(tmp_path: Path) -> None:
         "from pathlib import Path\n"
         "from kconvert.convert.bench import PeakMemory\n"
         "from kconvert.convert.execute import memory_bound\n"
-        "from kconvert.convert.run import Options, prepare, run\n"
+        "from kconvert.convert.prepare import Options, prepare\n"
+        "from kconvert.convert.run import run\n"
         "options = Options(tp=8, workers=2, layers=[int(n) for n in sys.argv[3].split(',')])\n"
         "prepared = prepare(sys.argv[1], sys.argv[2], options)\n"
         "warm = Options(tp=2, workers=2)\n"

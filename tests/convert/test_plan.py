@@ -10,8 +10,8 @@ import pytest
 from kit import KIMI_MINI
 
 from kconvert.convert.plan import Target, check_accounts, make_plan
+from kconvert.convert.prepare import Options, prepare
 from kconvert.convert.presets import PRESETS, shards
-from kconvert.convert.run import Options, prepare
 from kconvert.convert.source import open_local
 from kconvert.convert.synth import file_order, shard_bytes, shard_header, synth
 from kconvert.layouts.blob import PAGE, encode_header

@@ -19,8 +19,8 @@ from fuzz.folders import (
     split,
 )
 
-from kconvert.convert import inspect, run, text
-from kconvert.convert.run import Options
+from kconvert.convert import inspect, prepare, text
+from kconvert.convert.prepare import Options
 from kconvert.layouts import header
 from kconvert.runtime import config, drafter_config, rope, tokenizer
 from kconvert.validate import validate
@@ -115,7 +115,7 @@ def source(world: World, rng: Random) -> list[str]:
         layers=rng.choice((None, None, [1], [0, 2])),
         text_only=rng.random() < 0.2,
     )
-    prepared = run.prepare(folder.root, world.nowhere, options)
+    prepared = prepare.prepare(folder.root, world.nowhere, options)
     assert not world.nowhere.exists(), "prepare wrote something"
     _shown(text.plan_text(text.plan_table(prepared)))
     return []
@@ -125,7 +125,7 @@ def output(world: World, rng: Random) -> list[str]:
     """A conversion onto a changed output."""
     _change_output(world, rng)
     options = Options(tp=2, overwrite=rng.random() < 0.5)
-    prepared = run.prepare(world.real, world.output.root, options)
+    prepared = prepare.prepare(world.real, world.output.root, options)
     _shown(text.plan_text(text.plan_table(prepared)))
     return []
 
