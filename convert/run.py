@@ -56,7 +56,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         bytes_read = execute(rest, prepared.source, place, prepared.workers, meter)
         # The last share to end writes what belongs to no share.
         last = place.share is None or not outline.missing_blobs(output)
-        if last or prepared.options.share.index == 0:
+        if last or (place.share and place.share.index == 0):
             for name, content in prepared.small_files.items():
                 publish.write_file(place, name, content)
         written = {file.path for file in rest.files} | prepared.small_files.keys()
@@ -64,22 +64,23 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         manifest = outline.manifest(output) if last else None
         if manifest:
             _write_manifest(place, manifest)
+    planned = {file.path for file in prepared.plan.files}
     return Conversion(
-        output,
-        len(rest.files),
-        len(prepared.found.published & {file.path for file in prepared.plan.files}),
-        bytes_read,
-        sum(file.nbytes for file in rest.files),
-        manifest is not None and manifest.complete,
-        replaced,
-        tuple(sorted(prepared.found.trusted)),
-        prepared.source.checkpoint.ignored,
-        prepared.plan.left_out,
-        prepared.source.name,
-        prepared.source.commit,
-        place.share and place.share.name,
-        meter.seconds,
-        meter.stages(),
+        output=output,
+        files_written=len(rest.files),
+        files_kept=len(prepared.found.published & planned),
+        bytes_read=bytes_read,
+        bytes_written=sum(file.nbytes for file in rest.files),
+        complete=manifest is not None and manifest.complete,
+        replaced=replaced,
+        trusted=tuple(sorted(prepared.found.trusted)),
+        ignored=prepared.source.checkpoint.ignored,
+        left_out=prepared.plan.left_out,
+        repo=prepared.source.name,
+        commit=prepared.source.commit,
+        share=place.name or None,
+        seconds=meter.seconds,
+        stages=meter.stages(),
     )
 
 
