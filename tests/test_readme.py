@@ -29,14 +29,15 @@ def test_table_is_what_was_measured(file: str, show) -> None:
 
 
 def survival() -> str:
-    """What `python -m survive` found, in a line each."""
+    """What `python -m survive` and `python -m fuzz` found, in a line each."""
 
-    def result(name: str) -> dict:
-        found = json.loads((ROOT / f"tests/survive/results/{name}.json").read_text())
+    def result(name: str, harness: str = "survive") -> dict:
+        found = json.loads((ROOT / f"tests/{harness}/results/{name}.json").read_text())
         assert not found["failures"]
         return found
 
     kills, power, faults = result("kills"), result("power"), result("faults")
+    fuzz = result("fuzz", "fuzz")
     double, overlap = result("double"), result("overlap")
     signals = ", ".join(f"{count} {name}" for name, count in kills["signals"].items())
     lines = [
@@ -50,6 +51,10 @@ def survival() -> str:
         f" {overlap['bytes_per_second'] / 1e9} GB/s,"
         f" {overlap['peak_private_bytes'] / 1e9:.2f} GB private memory",
     ]
+    lines.append(
+        f"fuzz     {fuzz['count']:,} mutated headers, indexes, configs and outputs,"
+        f" {fuzz['growth_bytes'] / 1e9:.2f} GB at most"
+    )
     return "\n".join(f"    {line}" for line in lines)
 
 
