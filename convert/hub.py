@@ -66,9 +66,12 @@ class Repo:
 
     def cached(self, file: str) -> Path | None:
         """Where a file lies whole in huggingface_hub's cache, if it does."""
+        found = self._in_cache(file)
+        return found if found and found.stat().st_size == self.files[file].size else None
+
+    def _in_cache(self, file: str) -> Path | None:
         found = try_to_load_from_cache(self.name, file, self.cache_dir, self.commit)
-        whole = isinstance(found, str) and Path(found).stat().st_size == self.files[file].size
-        return Path(found) if whole else None
+        return Path(found) if isinstance(found, str) else None
 
     def fetch(self, file: str, bar: Any, patience: Patience, again: bool = False) -> Path:
         """Get a whole file into the cache, `again` if it is there; its path. Its content is to be
@@ -86,7 +89,8 @@ class Repo:
         return Patience()(self._what(file), attempt)
 
     def _fetch(self, file: str, bar: Any, again: bool) -> Path:
-        damaged = self.cached(file) is None  # or not there, which is the same to the client
+        # The client looks at names alone; it is not to fetch what it has of another commit.
+        damaged = self._in_cache(file) != self.cached(file)
         with _named_failures():
             path = hf_hub_download(
                 self.name, file, revision=self.commit, cache_dir=self.cache_dir, tqdm_class=bar,

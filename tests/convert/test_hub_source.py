@@ -209,6 +209,17 @@ def test_another_revision_is_not_ignored(hub, command, tmp_path) -> None:
     assert tree(out) == tree(tmp_path / "fresh")
 
 
+def test_what_two_commits_share_is_downloaded_once(hub, command, tmp_path) -> None:
+    assert command("convert", REPO, tmp_path / "a", "--tp", 2, "--keep-shards").code == 0
+    other = copy_mini(tmp_path / "other")
+    change_json(other / "config.json", lambda table: table.update({"moved": True}))
+    hub.repos[REPO].commit(other)
+    hub.requests.clear()
+    ended = command("convert", REPO, tmp_path / "b", "--tp", 2, "--keep-shards")
+    assert ended.code == 0, ended.err
+    assert shards_sent(hub) == {}
+
+
 def test_damaged_shards_in_the_cache(hub, command, tmp_path) -> None:
     """Too short, a flipped byte of the header or the data: got again, and left as they are."""
     assert command("convert", REPO, tmp_path / "a", "--tp", 2, "--keep-shards").code == 0
