@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
         ("convert/bench_results/plan.json", text.bench_plan_text),
         ("runtime/bench_results/cpu-decode.json", text.bench_decode_text),
         ("runtime/bench_results/cpu-exact.json", text.bench_exact_text),
+        ("runtime/bench_results/cpu-exact-tp2.json", text.bench_exact_text),
         ("runtime/bench_results/h200-moe-2026-11-29.json", text.bench_moe_text),
     ],
 )
