@@ -24,7 +24,6 @@ from kconvert.layouts.errors import UnavailableError
 from kconvert.layouts.header import read_header
 
 _ATTEMPTS = 10  # without any progress: four minutes of pauses
-
 _FAREWELL = 2.0  # seconds
 
 

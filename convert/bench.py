@@ -6,7 +6,6 @@ interleaved pairs: ours, then the yardstick (a copy of the same bytes), in turn.
 
 import mmap
 import os
-import platform
 import resource
 import shutil
 import statistics
@@ -24,6 +23,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kconvert.convert import probe
 from kconvert.convert.prepare import Options, prepare
 from kconvert.convert.run import run
 from kconvert.convert.synth import synth
@@ -39,17 +39,10 @@ _SLICES = (
 
 def machine() -> dict[str, Any]:
     """What a figure depends on."""
-    cpu = next(
-        (
-            line.partition(":")[2].strip()
-            for line in Path("/proc/cpuinfo").read_text().splitlines()
-            if line.startswith("model name")
-        ),
-        platform.processor(),
-    )
+    cpu = probe.cpu()
     return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cpu": cpu["model"],
+        "cores": cpu["cores"],
         "numba": version("numba"),
         "numpy": version("numpy"),
         "date": time.strftime("%Y-%m-%d"),
