@@ -203,7 +203,7 @@ def open_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:
     if constants.HF_HUB_OFFLINE:
         return _cached_repo(name, revision, cache_dir)
     info = Patience()(
-        name,
+        f"{name} (no folder here)",  # it may be a path with a slip in it
         lambda _: huggingface_hub.HfApi().model_info(
             name, revision=revision, files_metadata=True, timeout=_TIMEOUT
         ),

@@ -84,11 +84,11 @@ def _final(what: str, error: Exception) -> Exception | None:
         )
     if isinstance(error, RepositoryNotFoundError):
         return CheckpointError(
-            f"{what}: there is no such folder here, and the Hub has no such repository or it is"
-            " private; check the name, or set HF_TOKEN to a token that may read it."
+            f"{what}: the Hub has no such repository, or it is private; check the name, or set"
+            " HF_TOKEN to a token that may read it."
         )
     if isinstance(error, HFValidationError):
-        return CheckpointError(f"{what} is no folder here, and no name that the Hub allows.")
+        return CheckpointError(f"{what}: the Hub allows no such name; check it.")
     if isinstance(error, RevisionNotFoundError):
         return CheckpointError(f"{what}: the repository has no such revision; check --revision.")
     if isinstance(error, OfflineModeIsEnabled):

@@ -282,7 +282,7 @@ def test_endpoints_that_are_none(endpoint, words, command, tmp_path) -> None:
         (
             ["no/such"],
             2,
-            "there is no such folder here, and the Hub has no such repo",
+            "no/such (no folder here): the Hub has no such repository",
         ),
         ([REPO, "--revision", "nope"], 2, "no such revision; check --revision"),
         (["nothing-here"], 2, "neither a folder here nor the name of a repository"),
