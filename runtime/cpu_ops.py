@@ -142,10 +142,11 @@ def expand(context: Array, kv_b: Weight, nope: int) -> Array:
     return out
 
 
-def prefix_length(position: NDArray[np.int64]) -> NDArray[np.int64]:
+@_jit
+def prefix_length(position):  # type: ignore[no-untyped-def]
     """How many keys below a query at `position` are read in splits: a fixed function of the
     position, a multiple of SPLIT, at most position − REACH, so that none of them is drafted."""
-    return np.maximum(position - REACH, 0) // SPLIT * SPLIT
+    return max(position - REACH, 0) // SPLIT * SPLIT
 
 
 @_jit

@@ -62,28 +62,31 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[NDArray[np.int64], NDArray[np.f
     logit −inf has −inf, and so has all of a row that is −inf throughout. Raises CheckpointError
     for NaN and +inf: no draft can be drawn from them.
     """
-    logits = logits.float().cpu()
-    shape = len(logits), min(_checked(k), logits.shape[1])
-    normalizer = torch.logsumexp(logits, dim=1).numpy()
-    wrong = np.flatnonzero(~(normalizer < np.inf))  # NaN too
-    if len(wrong):
+    values = logits.float().cpu().numpy()
+    k = min(_checked(k), values.shape[1])
+    ids, logprobs = np.empty((len(values), k), np.int64), np.empty((len(values), k), np.float32)
+    least = np.partition(values, -k, axis=1)[:, -k] if k else values[:, 0]
+    wrong = _top_k(values, least, ids, logprobs)
+    if wrong >= 0:
         raise CheckpointError(
-            f"the drafter's logits of slot {wrong[0] + 1} hold NaN or +inf: its weights are"
+            f"the drafter's logits of slot {wrong + 1} hold NaN or +inf: its weights are"
             " damaged or of another precision."
         )
-    values, (_, k) = logits.numpy(), shape
-    ids, logprobs = np.empty(shape, np.int64), np.empty(shape, np.float32)
-    if k:
-        least = np.partition(values, -k, axis=1)[:, -k]
-        _top_k(values, least, normalizer, ids, logprobs)
     return ids, logprobs
 
 
 @jit
-def _top_k(logits, least, normalizer, ids, best):  # type: ignore[no-untyped-def]
-    """Sort the tokens that reach `least`, the k-th value of their row, into ids and best [L, K]."""
+def _top_k(logits, least, ids, best):  # type: ignore[no-untyped-def]
+    """Sort the tokens that reach `least`, the k-th value of their row, into ids and best [L, K],
+    and normalise them. → The first row that cannot be, or −1."""
     k = ids.shape[1]
     for row in range(len(logits)):
+        highest, total = logits[row].max(), 0.0
+        for value in logits[row]:
+            total += np.exp(value - highest)
+        normalizer = highest + np.float32(np.log(total))
+        if highest != -np.inf and not normalizer < np.inf:  # NaN too
+            return row
         count = 0
         for token, value in enumerate(logits[row]):
             if value < least[row]:
@@ -98,7 +101,8 @@ def _top_k(logits, least, normalizer, ids, best):  # type: ignore[no-untyped-def
                 ids[row, at], best[row, at] = token, value
         for at in range(k):
             if best[row, at] > -np.inf:
-                best[row, at] -= normalizer[row]
+                best[row, at] -= normalizer
+    return -1
 
 
 def build_tree(
@@ -187,23 +191,29 @@ def _before(a, b):  # type: ignore[no-untyped-def]
 
 def walk(
     tree: Tree, next_token_of_node: Sequence[int] | NDArray[np.int64]
-) -> tuple[list[int], int]:
+) -> tuple[NDArray[np.int64], int]:
     """Follow the target's own choices from the root, as long as a child carries them.
 
     `next_token_of_node` [n + 1]: the token that the target's row of each node chose. Returns the
-    accepted nodes, root first, and the bonus: the choice at the last of them, the next root.
+    accepted nodes int64 [A], root first, and the bonus: the choice at the last of them, the next
+    root.
     """
-    if len(next_token_of_node) != len(tree) + 1:
-        raise ValueError(
-            f"{len(next_token_of_node)} tokens for {len(tree) + 1} nodes, the root included"
-        )
-    accepted, wanted = [0], int(next_token_of_node[0])
-    nodes = zip(tree.token_ids.tolist(), tree.parents[1:].tolist(), strict=True)
-    for node, (token, parent) in enumerate(nodes, start=1):  # children come after their parents
-        if token == wanted and parent == accepted[-1]:
-            accepted.append(node)
-            wanted = int(next_token_of_node[node])
-    return accepted, wanted
+    choices = np.asarray(next_token_of_node, np.int64)
+    if len(choices) != len(tree) + 1:
+        raise ValueError(f"{len(choices)} tokens for {len(tree) + 1} nodes, the root included")
+    accepted = _walk(tree.token_ids, tree.parents, choices)
+    return accepted, int(choices[accepted[-1]])
+
+
+@jit
+def _walk(tokens, parents, choices):  # type: ignore[no-untyped-def]
+    accepted, last = np.zeros(len(parents), np.int64), 0
+    for node in range(1, len(parents)):  # children come after their parents
+        parent = parents[node]
+        if parent == accepted[last] and tokens[node - 1] == choices[parent]:
+            last += 1
+            accepted[last] = node
+    return accepted[: last + 1]
 
 
 def _checked(budget: int) -> int:

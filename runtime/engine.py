@@ -180,17 +180,16 @@ class Engine:
             chosen = choose(logits, step.positions + 1)
             clock("verify")
             accepted, token = walk(tree, chosen)
-            tokens = [*tree.token_ids[np.array(accepted[1:], int) - 1].tolist(), token]
             self._compact(cache, start, accepted)
             start += len(accepted)
             clock("walk")
             if draft:
                 draft.commit(features[accepted])
-            yield tokens, logits[accepted]
+            yield chosen[accepted].tolist(), logits[accepted]
 
-    def _compact(self, cache: NDArray[np.float32], start: int, accepted: list[int]) -> None:
+    def _compact(self, cache: NDArray[np.float32], start: int, accepted: NDArray[np.int64]) -> None:
         """Move the accepted nodes' latents to their positions' slots; the rest is free again."""
-        cache[:, start : start + len(accepted)] = cache[:, start + np.array(accepted)]
+        cache[:, start : start + len(accepted)] = cache[:, start + accepted]
 
     def costs(self) -> CostCurve:
         """Seconds of a verify step by its rows, measured once on this machine and model."""

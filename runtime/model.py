@@ -148,16 +148,17 @@ class Model:
         return self._linear(low, f"{base}q_b_proj.weight", width, c.q_lora, mine)
 
     def _dense(self, h: Array, layer: int) -> Array:
-        return self._mlp(h, f"model.layers.{layer}.mlp.", self.config.dense_intermediate)
+        size = self.config.dense_intermediate
+        return self._sum(self._mlp(h, f"model.layers.{layer}.mlp.", size))
 
     def _mlp(self, h: Array, base: str, size: int) -> Array:
+        """This rank's partial sum [T, D] of an MLP of `size` intermediate rows, not rounded."""
         hidden, mine = self.config.hidden, self.ranks.slice("rows of an MLP", size)
         gate = self._linear(h, f"{base}gate_proj.weight", size, hidden, mine)
         up = self._linear(h, f"{base}up_proj.weight", size, hidden, mine)
         act = self._round(ops.silu_mul(gate, up))
-        return self._sum(
-            ops.linear(act, self.blobs.columns(f"{base}down_proj.weight", (hidden, size), mine))
-        )
+        down = self.blobs.columns(f"{base}down_proj.weight", (hidden, size), mine)
+        return ops.linear(act, down)
 
     def _moe(self, h: Array, layer: int) -> Array:
         c, base = self.config, f"model.layers.{layer}.mlp."
@@ -176,11 +177,13 @@ class Model:
             half = gate_up.shape[1] // 2
             act = ops.silu_mul(gate_up[:, :half].copy(), gate_up[:, half:].copy())
             y[rows, slots] = ops.linear(self._round(act), w2)
-        routed = self._sum(ops.add_slots(y, weights))
+        routed = ops.add_slots(y, weights)
         if not c.shared_experts:
-            return routed
-        shared = self._mlp(h, f"{base}shared_experts.", c.moe_intermediate * c.shared_experts)
-        return self._round(routed + shared)
+            return self._sum(routed)
+        size = c.moe_intermediate * c.shared_experts
+        shared = self._mlp(h, f"{base}shared_experts.", size)
+        both = self._sum(np.stack([routed, shared]))  # one exchange between the ranks
+        return self._round(both[0] + both[1])
 
     def _expert(self, layer: int, expert: int) -> tuple[Any, Any]:
         """An expert's w13 [2N, D] and w2 [D, N], dequantised once: float32 exactly, or the bits

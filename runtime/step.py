@@ -43,21 +43,22 @@ def drafted(anchor: int, tree: Tree, start: int) -> Step:
 
 def _step(tokens: Ints, depths: Ints, parents: Ints, start: int, prefill: bool) -> Step:
     """Row i is `depths[i]` below the row at position `start`, and a child of row parents[i]."""
-    positions = start + depths
-    prefix = prefix_length(positions)
+    positions, slots, prefix, counts = np.empty((4, len(tokens)), np.int64)
     windows = np.empty((len(tokens), SPLIT + REACH + 1), np.int64)
-    _fill(start, prefix, depths, parents, windows)
-    slots = np.arange(start, start + len(tokens))
-    return Step(tokens, positions, slots, prefix, windows, positions - prefix + 1, prefill)
+    _fill(start, depths, parents, positions, slots, prefix, windows, counts)
+    return Step(tokens, positions, slots, prefix, windows, counts, prefill)
 
 
 @jit
-def _fill(start, prefix, depths, parents, windows):  # type: ignore[no-untyped-def]
+def _fill(start, depths, parents, positions, slots, prefix, windows, counts):  # type: ignore[no-untyped-def]
     for row in range(len(depths)):
+        positions[row], slots[row] = start + depths[row], start + row
+        prefix[row] = prefix_length(positions[row])
+        counts[row] = positions[row] - prefix[row] + 1
         committed = start - prefix[row]
         for i in range(committed):
             windows[row, i] = prefix[row] + i
         node = row
-        for i in range(committed + depths[row], committed - 1, -1):
+        for i in range(counts[row] - 1, committed - 1, -1):
             windows[row, i] = start + node
             node = parents[node]

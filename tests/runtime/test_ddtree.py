@@ -86,7 +86,8 @@ def test_walks_are_the_references(case: dict) -> None:
         choices = path["posterior"][: len(tree) + 1]
         # A node of probability zero, which the reference has and we have not, ends our walk.
         expected = [node for node in path["accepted"] if node <= len(tree)]
-        assert walk(tree, choices) == (expected, choices[expected[-1]])
+        accepted, bonus = walk(tree, choices)
+        assert (accepted.tolist(), bonus) == (expected, choices[expected[-1]])
         if len(expected) == len(path["accepted"]):
             assert choices[expected[-1]] == path["next_token"]
 
@@ -242,8 +243,9 @@ def test_a_row_without_a_possible_token_ends_the_tree_above_it() -> None:
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_logits_nothing_can_be_drawn_from_are_refused(value: float) -> None:
-    logits = torch.zeros(3, 4)
+@pytest.mark.parametrize("others", [0.0, float("-inf")])
+def test_logits_nothing_can_be_drawn_from_are_refused(value: float, others: float) -> None:
+    logits = torch.full((3, 4), others)
     logits[1, 2] = value
     with pytest.raises(CheckpointError, match="slot 2"):
         top_k(logits, 2)
