@@ -74,7 +74,7 @@ NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
 @bench.command("decode")
 @explained
 def bench_decode(
-    output: Annotated[Path, folder_argument("A folder converted with --tp 1.")],
+    output: Annotated[Path, folder_argument("A converted folder.")],
     drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.")],
     prompts: Prompts,
     count: Count = None,
@@ -85,19 +85,26 @@ def bench_decode(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """ar, chains and trees of several budgets side by side, on the CPU."""
+    """ar, chains and trees of several budgets side by side, on the CPU.
+
+    A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert bench decode …
+    """
     from kconvert.convert import text
     from kconvert.runtime import bench_decode as decode
 
     if picture is not None and picture.suffix not in (".png", ".svg"):
         raise typer.BadParameter(f"{picture} is neither .png nor .svg", param_hint="--picture")
+    if picture is not None and not picture.parent.is_dir():
+        raise typer.BadParameter(f"{picture.parent} is no folder here", param_hint="--picture")
     chosen = decode.read_prompts(prompts, count)
     table = decode.bench_decode(output, drafter, chosen, new_tokens, dtype, to_stderr)
+    if table["rank"] != 0:
+        return
+    show(table, as_json, text.bench_decode_text, quiet=False)
     if picture is not None:
         from kconvert.runtime.picture import decode_picture
 
         decode_picture(table, picture)
-    show(table, as_json, text.bench_decode_text, quiet=False)
 
 
 @bench.command("exact")
@@ -113,6 +120,7 @@ def bench_exact(
     """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs.
 
     Folders for N ranks: torchrun --nproc-per-node N --no-python kconvert bench exact …
+    Of a multiple of N processes, every N take a part of the prompts.
     """
     from kconvert.convert import text
     from kconvert.runtime import bench_decode as decode

@@ -259,7 +259,8 @@ def bench_moe_text(table: dict[str, Any]) -> str:
 def bench_decode_text(table: dict[str, Any]) -> str:
     """`bench decode` as a table."""
     lines = [
-        f"{table['prompts']} prompts × {table['new_tokens']} tokens, {table['dtype']}",
+        f"{table['prompts']} prompts × {table['new_tokens']} tokens, {table['dtype']},"
+        f" tp {table['tp']}",
         "mode    budget  tokens/s   × ar  forwards  fewer by  committed"
         "  draft  tree  verify  walk  host",
     ]

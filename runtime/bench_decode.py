@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.manifest import read_manifest
 from kconvert.runtime.engine import Engine, Generation
-from kconvert.runtime.ranks import ranks_from_environment
+from kconvert.runtime.ranks import ranks_from_environment, team_from_environment
 from kconvert.runtime.smoke import first_difference
 
 BUDGETS = (1, 4, 7, 16, 33, 64)
-BLOCK_DRAFTS = 7  # a chain of a DFlash block of 8
 Report = Callable[[str], None]
 
 
@@ -22,17 +22,19 @@ def read_prompts(path: Path, count: int | None) -> list[list[int]]:
     """The first `count` prompts of a JSON list of {"token_ids": [ids…], …}."""
     try:
         table = json.loads(path.read_text("utf-8"))
-        prompts = [[int(token) for token in entry["token_ids"]] for entry in table]
+        prompts = [list(entry["token_ids"]) for entry in table]
     except (KeyError, TypeError, ValueError):
         prompts = []
-    if not prompts:
+    if not prompts or not all(type(token) is int for prompt in prompts for token in prompt):
         raise UnsupportedError(f'{path} is not a list of prompts, [{{"token_ids": [1, 2, …]}}, …].')
     return prompts[:count]
 
 
-def configurations(budgets: Sequence[int]) -> list[tuple[str, int]]:
-    """(mode, budget): chains are never longer than a block."""
-    chains = [("chain", budget) for budget in budgets if budget <= BLOCK_DRAFTS]
+def configurations(budgets: Sequence[int], engine: Engine) -> list[tuple[str, int]]:
+    """(mode, budget): chains are never longer than the drafter's block."""
+    assert engine.drafter is not None
+    longest = engine.drafter.config.block - 1
+    chains = [("chain", budget) for budget in budgets if budget <= longest]
     return [*chains, *(("ddtree", budget) for budget in budgets)]
 
 
@@ -48,21 +50,27 @@ def bench_exact(
     """Every mode and budget against `ar`, by the float32 bits of every committed logit.
 
     A row an output, dtype, temperature, mode and budget: tokens compared, and the prompts that
-    differ with their first differing position (there should be none). Started by torchrun, every
-    rank makes the same table of its own logits.
+    differ with their first differing position (there should be none). Every rank compares its own
+    logits. Of more processes than an output has ranks each team takes some of the prompts.
     """
-    ranks = ranks_from_environment()
-    report = report if ranks.rank == 0 else lambda _: None
+    team = team_from_environment(read_manifest(outputs[0]).tp)
+    report = report if team.process == 0 else lambda _: None
+    for output in outputs:  # what will be refused is refused before the hours of measuring
+        engine = Engine.open(output, drafter, dtypes[0], team.ranks)
+        for prompt in prompts:
+            engine.checked(prompt, new_tokens)
     rows = []
     for output in outputs:
         for dtype in dtypes:
-            engine = Engine.open(output, drafter, dtype, ranks)
+            engine = Engine.open(output, drafter, dtype, team.ranks)
             for temperature in temperatures:
-                rows += _exact_rows(engine, prompts, new_tokens, temperature, report)
+                part = list(enumerate(prompts))[team.index :: team.count]
+                rows += _exact_rows(engine, part, new_tokens, temperature, report)
+    rows = _merged(team.everyones(rows), team.ranks.size)
     return {
         "bench": "exact",
-        "rank": ranks.rank,
-        "tp": ranks.size,
+        "rank": team.process,
+        "tp": team.ranks.size,
         "date": time.strftime("%Y-%m-%d"),
         "prompts": len(prompts),
         "new_tokens": new_tokens,
@@ -71,10 +79,26 @@ def bench_exact(
     }
 
 
+def _merged(tables: list[list[dict[str, Any]]], size: int) -> list[dict[str, Any]]:
+    """The processes' rows as one table: sums over teams of `size` ranks, what any rank found."""
+    rows = tables[0]
+    for process, table in enumerate(tables[1:], start=1):
+        for row, other in zip(rows, table, strict=True):
+            row["differ"] |= other["differ"]
+            if process % size == 0:
+                for name in ("tokens", "target_forwards", "ar_forwards"):
+                    row[name] += other[name]
+    return rows
+
+
 def _exact_rows(
-    engine: Engine, prompts: list[list[int]], new_tokens: int, temperature: float, report: Report
+    engine: Engine,
+    prompts: list[tuple[int, list[int]]],
+    new_tokens: int,
+    temperature: float,
+    report: Report,
 ) -> list[dict[str, Any]]:
-    kinds = configurations(BUDGETS)
+    kinds = configurations(BUDGETS, engine)
     rows = [
         {
             "layout": engine.model.blobs.layout.NAME, "dtype": engine.model.dtype,
@@ -83,7 +107,7 @@ def _exact_rows(
         }
         for mode, budget in kinds
     ]  # fmt: skip
-    for index, prompt in enumerate(prompts):
+    for index, prompt in prompts:
         options: dict[str, Any] = {"temperature": temperature, "seed": index, "keep_logits": True}
         truth = engine.generate(prompt, new_tokens, **options)
         for row in rows:
@@ -109,13 +133,22 @@ def bench_decode(
 ) -> dict[str, Any]:
     """Tokens a second, target forwards and committed tokens a forward of `ar`, chains and trees
     of several budgets and of the budget `auto`, what each step's time goes to, and which share of
-    the steps `reached` each depth of their draft."""
-    engine = Engine.open(output, drafter, dtype)
+    the steps `reached` each depth of their draft. Started by torchrun, rank 0's clock counts."""
+    ranks = ranks_from_environment()
+    engine = Engine.open(output, drafter, dtype, ranks)
+    report = report if ranks.rank == 0 else lambda _: None
+    for prompt in prompts:
+        engine.checked(prompt, new_tokens)
     engine.generate(prompts[0], 4, "ddtree", BUDGETS[-1])  # compiles, maps, warms
     engine.costs()
     rows: list[dict[str, Any]] = []
-    for mode, budget in [("ar", 0), *configurations(BUDGETS), ("ddtree", "auto")]:
+    for mode, budget in [("ar", 0), *configurations(BUDGETS, engine), ("ddtree", "auto")]:
         made = [engine.generate(prompt, new_tokens, mode, budget) for prompt in prompts]
+        if not any(len(generation.tokens) > 1 for generation in made):
+            raise UnsupportedError(
+                "every prompt's text ends with its first token, which leaves nothing to measure:"
+                " give other prompts."
+            )
         rows.append({"mode": mode, "budget": budget, **_summary(made)})
         report(json.dumps(rows[-1]))
     plain = rows[0]
@@ -124,6 +157,8 @@ def bench_decode(
         row["speedup"] = row["tokens_per_second"] / plain["tokens_per_second"]
     return {
         "bench": "decode",
+        "rank": ranks.rank,
+        "tp": ranks.size,
         "date": time.strftime("%Y-%m-%d"),
         "dtype": dtype,
         "prompts": len(prompts),
@@ -147,7 +182,7 @@ def _summary(made: list[Generation]) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "target_forwards": forwards,
-        "committed_per_forward": tokens / forwards if forwards else 0.0,
+        "committed_per_forward": tokens / forwards,
         "reached": [float((depths >= d).mean()) for d in range(1, max(depths, default=0) + 1)],
         "tokens_per_second": tokens / seconds,
         "share": {name: part / seconds for name, part in sorted(parts.items())},

@@ -32,6 +32,7 @@ MODES = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
 AUTO = "auto"
 _AUTO_MOST = 64
+_MOST = 4096  # nodes of a budget: each keeps a slot in the cache
 _SHARED_HIDDEN = 2048  # a drafter's operations below this size are not worth sharing out
 _NO_TREE = Tree(
     np.empty(0, np.int64), np.empty(0, np.int64), np.array([-1]), np.empty(0, np.float64)
@@ -76,8 +77,9 @@ class Engine:
         """Map the converted folder `blobs` and read the DFlash `drafter`, on the CPU.
 
         `ranks`: this process and the others (`ranks_from_environment`); alone if not given. Every
-        rank makes the same calls. Raises a KconvertError: no finished output, a part, another
-        number of ranks, a changed blob, a drafter for another target.
+        rank makes the same calls. A small drafter runs on one thread, and torch with it: the
+        number of threads is the process's. Raises a KconvertError: no finished output, a part,
+        another number of ranks, a changed blob, a drafter for another target.
         """
         folder = Path(blobs)
         if dtype not in DTYPES:
@@ -91,14 +93,17 @@ class Engine:
             kind = torch.float32 if dtype == "float32" else torch.bfloat16
             opened = Drafter.open(Path(drafter), target, kind)
             if opened.config.block > REACH:
-                raise UnsupportedError(f"the drafter's block_size is above {REACH}.")
+                raise UnsupportedError(
+                    f"the drafter in {drafter} has block_size {opened.config.block}: at most"
+                    f" {REACH} can be verified."
+                )
             if opened.config.hidden < _SHARED_HIDDEN:
                 torch.set_num_threads(1)  # threads would wait for one another longer than they work
         return cls(Model(config, mapped, ranks, dtype), opened)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """float32 [T, V] at every position of a text."""
-        tokens = self._checked(token_ids, 0)
+        tokens = self.checked(token_ids, 0)
         cache = self.model.new_cache(len(tokens))
         rows = [
             self.model.forward(sequence(tokens[i : i + PREFILL_ROWS], i), cache)[0]
@@ -125,13 +130,14 @@ class Engine:
         Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
         CheckpointError where logits are not finite.
         """
-        prompt = self._checked(token_ids, max_new_tokens)
-        self._check_mode(mode, budget, temperature)
+        prompt = self.checked(token_ids, max_new_tokens)
+        self._check_options(mode, budget, temperature, seed)
         result = Generation()
         start = time.perf_counter()
         clock = _Clock(result.parts)
         draft = _Drafting(self, mode, budget, chain_seed, clock) if mode != "ar" else None
-        slots = len(prompt) + max_new_tokens + (_AUTO_MOST if budget == AUTO else int(budget)) + 1
+        nodes = draft.most if draft else 0
+        slots = len(prompt) + max_new_tokens + nodes + 1
         choose = partial(pick, temperature=temperature, seed=seed)
         for tokens, logits in self._rounds(prompt, slots, choose, draft, clock):
             result.target_forwards += 1
@@ -167,6 +173,7 @@ class Engine:
             logits, features = model.forward(sequence(part, begin), cache, taps)
             if draft:
                 draft.commit(features)
+                draft.catch_up()
         clock("prefill")
         start = len(prompt)  # positions below are committed
         token = int(choose(logits[-1:], np.array([start]))[0])
@@ -180,16 +187,21 @@ class Engine:
             chosen = choose(logits, step.positions + 1)
             clock("verify")
             accepted, token = walk(tree, chosen)
-            self._compact(cache, start, accepted)
+            self._compact(cache, step.slots, accepted)
             start += len(accepted)
             clock("walk")
             if draft:
                 draft.commit(features[accepted])
             yield chosen[accepted].tolist(), logits[accepted]
 
-    def _compact(self, cache: NDArray[np.float32], start: int, accepted: NDArray[np.int64]) -> None:
-        """Move the accepted nodes' latents to their positions' slots; the rest is free again."""
-        cache[:, start : start + len(accepted)] = cache[:, start + accepted]
+    def _compact(
+        self, cache: NDArray[np.float32], slots: NDArray[np.int64], accepted: NDArray[np.int64]
+    ) -> None:
+        """Move the accepted rows' latents to their positions' slots. The others become NaN: read
+        in error, they would be seen."""
+        start, end = slots[0], slots[0] + len(accepted)
+        cache[:, start:end] = cache[:, start + accepted]
+        cache[:, end : slots[-1] + 1] = np.nan
 
     def costs(self) -> CostCurve:
         """Seconds of a verify step by its rows, measured once on this machine and model."""
@@ -197,8 +209,12 @@ class Engine:
             start = 2 * REACH
             cache = self.model.new_cache(start + _AUTO_MOST + 1)
             points = []
+            # Unlike tokens go to unlike experts, as a tree's do.
+            tokens = np.random.default_rng(0).integers(
+                self.model.config.vocabulary, size=_AUTO_MOST + 1
+            )
             for rows in (1, 2, 4, 8, 16, 32, _AUTO_MOST + 1):
-                step = replace(sequence(np.zeros(rows, np.int64), start), prefill=False)
+                step = replace(sequence(tokens[:rows], start), prefill=False)
                 self.model.forward(step, cache)  # touches weights, compiles
                 for _ in range(3):
                     begin = time.perf_counter()
@@ -207,32 +223,37 @@ class Engine:
             self._costs = CostCurve.measured(points)
         return self._costs
 
-    def _checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:
-        config, tokens = self.model.config, np.array(token_ids, np.int64)
-        if len(tokens) == 0:
+    def checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:
+        """`token_ids` as int64 [T]. Raises UnsupportedError where there is none, one is no token,
+        or they and `more` new ones do not fit the model's positions."""
+        config = self.model.config
+        if len(token_ids) == 0:
             raise UnsupportedError("the prompt is empty: give at least one token.")
-        wrong = tokens[(tokens < 0) | (tokens >= config.vocabulary)]
-        if len(wrong):
+        wrong = next((t for t in token_ids if not 0 <= t < config.vocabulary), None)
+        if wrong is not None:
             raise UnsupportedError(
-                f"token id {wrong[0]} is out of range: the vocabulary is 0 to"
-                f" {config.vocabulary - 1}."
+                f"token id {wrong} is out of range: the vocabulary is 0 to {config.vocabulary - 1}."
             )
-        if more < 0 or len(tokens) + more > config.positions:
+        if more < 0 or len(token_ids) + more > config.positions:
             raise UnsupportedError(
-                f"{len(tokens)} prompt tokens and {more} new ones do not fit the model's"
+                f"{len(token_ids)} prompt tokens and {more} new ones do not fit the model's"
                 f" {config.positions} positions."
             )
-        return tokens
+        return np.array(token_ids, np.int64)
 
-    def _check_mode(self, mode: str, budget: int | str, temperature: float) -> None:
+    def _check_options(self, mode: str, budget: int | str, temperature: float, seed: int) -> None:
         if mode not in MODES:
             raise UnsupportedError(f"mode {mode!r} is none of {', '.join(MODES)}.")
         if mode != "ar" and self.drafter is None:
             raise UnsupportedError(f"mode {mode} needs a drafter: give its folder.")
-        if budget != AUTO and (not isinstance(budget, int) or budget < 0):
-            raise UnsupportedError(f"budget {budget!r} is neither {AUTO!r} nor a number from 0 on.")
+        if budget != AUTO and not (isinstance(budget, int) and 0 <= budget <= _MOST):
+            raise UnsupportedError(
+                f"budget {budget} is neither {AUTO} nor a number from 0 to {_MOST}."
+            )
         if not 0 <= temperature < float("inf"):
             raise UnsupportedError(f"temperature {temperature} is not a number from 0 on.")
+        if not 0 <= seed < 2**64:
+            raise UnsupportedError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
 
 
 class _Drafting:
@@ -243,10 +264,11 @@ class _Drafting:
     ) -> None:
         assert engine.drafter is not None
         self._model, self._drafter = engine.model, engine.drafter
-        self._mode, self._budget, self._chain_seed, self._clock = mode, budget, chain_seed, clock
+        self._mode, self._chain_seed, self._clock = mode, chain_seed, clock
         self._costs = engine.costs() if budget == AUTO else None
+        self.most = _AUTO_MOST if budget == AUTO else int(budget)
         self._pauses = Pauses()
-        self._waiting: list[NDArray[np.float32]] = []  # features, while drafting pauses
+        self._waiting: list[NDArray[np.float32]] = []  # features that the next draft needs
         self.taps = engine.drafter.config.target_layer_ids
         self.forwards = 0
         self._drafter.reset()
@@ -254,25 +276,28 @@ class _Drafting:
     def commit(self, features: NDArray[np.float32]) -> None:
         """Newly committed rows' outputs of the target layers, in order."""
         self._waiting.append(features)
-        if not self._pauses:
-            self._catch_up()
+
+    def catch_up(self) -> None:
+        """Take what was committed into the drafter's context."""
+        if self._waiting:
+            self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting)))
+            self._waiting.clear()
 
     def __call__(self, token: int, start: int) -> Tree:
         """The tree below `token` at position `start`."""
         if self._pauses:
             self._pauses.over()
             return _NO_TREE
-        self._catch_up()
         begin = time.perf_counter()
+        self.catch_up()
         logits = self._drafter.draft(token, start, self._embed, self._head)
         seconds = time.perf_counter() - begin
         self.forwards += 1
         self._clock("draft")
-        most = _AUTO_MOST if self._costs else int(self._budget)
         if self._mode == "chain":
-            tree = chain(*top_k(logits, 1), most)
+            tree = chain(*top_k(logits, 1), self.most)
         else:
-            tree = build_tree(*top_k(logits, most), most, self._chain_seed)
+            tree = build_tree(*top_k(logits, self.most), self.most, self._chain_seed)
         pays = True
         if self._costs is not None:
             promised = rates(np.exp(tree.path_logprobs), self._costs, seconds)
@@ -282,12 +307,6 @@ class _Drafting:
         tree, pays = self._model.ranks.from_first((tree, pays))
         self._pauses.drafted(pays)
         return tree
-
-    def _catch_up(self) -> None:
-        if self._waiting:
-            self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting)))
-            self._waiting.clear()
-            self._clock("draft")
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         return torch.from_numpy(self._model.embed(ids.numpy()))

@@ -7,7 +7,7 @@ on the message's size, and so on how many rows a step has.
 import atexit
 import os
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,6 +23,7 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
+    group: Any = None  # torch.distributed's; None: all processes
 
     def slice(self, what: str, count: int) -> range:
         """This rank's part of `count` heads, rows or columns."""
@@ -50,7 +51,7 @@ class Ranks:
         from torch import distributed
 
         box = [value]
-        distributed.broadcast_object_list(box, src=0)
+        distributed.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def _gather(self, part: Array) -> list[Array]:
@@ -61,19 +62,74 @@ class Ranks:
 
         mine = torch.from_numpy(np.ascontiguousarray(part))
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(parts, mine)
+        distributed.all_gather(parts, mine, group=self.group)
         return [part.numpy() for part in parts]
+
+
+class Team(NamedTuple):
+    """One of `count` teams of ranks that do the same work on different inputs."""
+
+    ranks: Ranks
+    index: int
+    count: int
+
+    @property
+    def process(self) -> int:
+        """This process among those of all teams."""
+        return self.index * self.ranks.size + self.ranks.rank
+
+    def everyones(self, value: Any) -> list[Any]:
+        """The `value` of every process of every team, in order."""
+        if self.count * self.ranks.size == 1:
+            return [value]
+        from torch import distributed
+
+        values = [None] * distributed.get_world_size()
+        distributed.all_gather_object(values, value)
+        return values
 
 
 def ranks_from_environment() -> Ranks:
     """The rank that torchrun started this process as; alone where it did not."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
-        return Ranks()
+    return team_from_environment(None).ranks
+
+
+def team_from_environment(size: int | None) -> Team:
+    """This process's team of `size` ranks, all processes if None, among those torchrun started."""
+    rank, world = _launched()
+    size = size or world
+    if world % size:
+        raise UnsupportedError(
+            f"{world} process(es) were started, which do not make teams of {size} ranks: start a"
+            f" multiple of {size} with torchrun --nproc-per-node."
+        )
+    if world == 1:
+        return Team(Ranks(), 0, 1)
     from torch import distributed
 
     if not distributed.is_initialized():
         distributed.init_process_group("gloo")
         # Left open, its threads abort a process that ends before the others.
         atexit.register(distributed.destroy_process_group)
-    return Ranks(distributed.get_rank(), size)
+    # Every process makes every group: that is torch's rule.
+    groups = [distributed.new_group(range(i, i + size)) for i in range(0, world, size)]
+    return Team(Ranks(rank % size, size, groups[rank // size]), rank // size, world // size)
+
+
+def _launched() -> tuple[int, int]:
+    """RANK and WORLD_SIZE, as torchrun sets them."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    values = [os.environ.get(name) for name in names]
+    if values[1] in (None, "1"):
+        return 0, 1
+    try:
+        rank, world = int(values[0] or ""), int(values[1] or "")
+    except ValueError:
+        rank, world = 0, 0
+    if not 0 <= rank < world or not all(values):
+        said = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
+        raise UnsupportedError(
+            f"the environment's {said} name no rank of several: start the ranks with torchrun, or"
+            " unset WORLD_SIZE."
+        )
+    return rank, world

@@ -1,8 +1,8 @@
 """Choosing a token from logits, reproducibly: a function of logits, seed, position and token ids.
 
-At temperature T > 0 Gumbel noise is added to logits / T and the largest taken, which samples from
-softmax(logits / T) (Gumbel-max). The noise of a token depends on (seed, position, token) alone, so
-every mode draws the same token from the same logits.
+At temperature T > 0 T times Gumbel noise is added to the logits and the largest taken, which
+samples from softmax(logits / T) (Gumbel-max). The noise of a token depends on (seed, position,
+token) alone, so every mode draws the same token from the same logits.
 """
 
 import math
@@ -40,9 +40,9 @@ def _add_gumbel(logits, positions, temperature, seed, out):  # type: ignore[no-u
     for t in range(logits.shape[0]):
         row = _mix(_mix(seed) ^ np.uint64(positions[t]))
         for v in range(logits.shape[1]):
-            bits = _mix(row ^ np.uint64(v)) >> np.uint64(11)
-            uniform = (np.float64(bits) + 0.5) / 9007199254740992.0  # 2**53; never 0 or 1
-            out[t, v] = logits[t, v] / temperature - math.log(-math.log(uniform))
+            bits = _mix(row ^ np.uint64(v)) >> np.uint64(12)
+            uniform = (np.float64(bits) + 0.5) / 4503599627370496.0  # 2**52: exact, never 0 or 1
+            out[t, v] = logits[t, v] - temperature * math.log(-math.log(uniform))
 
 
 @jit

@@ -10,6 +10,7 @@ from kit import KIMI_MINI, torchrun
 from safetensors.torch import save_file
 
 from kconvert.convert import convert
+from kconvert.layouts.errors import UnsupportedError
 from kconvert.runtime import bench_decode
 from kconvert.runtime.engine import Engine
 
@@ -93,20 +94,83 @@ def test_bench_exact_finds_a_difference(made, kconvert, monkeypatch) -> None:
     assert "NOT EXACT: marlin float32 T 0.0 ddtree 16, prompt 0: position 12" in outcome.out
 
 
-def test_bench_exact_by_torchrun(made, tmp_path: Path) -> None:
-    """One rank speaks, of both."""
+@pytest.mark.parametrize("processes", [2, 4])
+def test_bench_exact_by_torchrun(processes, made, tmp_path: Path) -> None:
+    """One rank speaks, of all; of four processes each two have some of the prompts."""
     convert(KIMI_MINI, tmp_path / "two", tp=2)
     arguments = ["bench", "exact", made["drafter"], made["prompts.json"], tmp_path / "two"]
-    outcome = torchrun(
-        2, ["-m", "kconvert.convert.cli", *arguments, "--count", "1", "--new-tokens", "3"]
+    outcome = torchrun(processes, ["-m", "kconvert.convert.cli", *arguments, "--new-tokens", "3"])
+    assert outcome.startswith("exact at tp 2: 324 tokens in 36 configurations, 3 prompts")
+
+
+def test_bench_exact_counts_what_any_process_finds() -> None:
+    """Two teams of two ranks: tokens of each team once, differences of every rank."""
+
+    def table(tokens: int, differ: dict[int, int]) -> list[dict]:
+        return [{"tokens": tokens, "target_forwards": 1, "ar_forwards": 2, "differ": differ}]
+
+    tables = [table(5, {}), table(5, {0: 9}), table(7, {3: 1}), table(7, {})]
+    assert bench_decode._merged(tables, 2) == [
+        {"tokens": 12, "target_forwards": 2, "ar_forwards": 4, "differ": {0: 9, 3: 1}}
+    ]
+
+
+def test_bench_exact_refuses_before_it_measures(made, kconvert, tmp_path: Path) -> None:
+    """The last folder and the last prompt are looked at first."""
+    convert(KIMI_MINI, tmp_path / "two", tp=2)
+    command = ["bench", "exact", made["drafter"]]
+    outcome = kconvert(*command, made["prompts.json"], made["blobs"], tmp_path / "two")
+    assert outcome.code == 2 and "1 were started" in outcome.err
+    prompts = tmp_path / "prompts.json"
+    prompts.write_text('[{"token_ids": [1]}, {"token_ids": [512]}]')
+    outcome = kconvert(*command, prompts, made["blobs"])
+    assert outcome.code == 2 and "token id 512" in outcome.err
+    assert "chain" not in outcome.err  # no row
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"WORLD_SIZE": "0", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+    ],
+)
+def test_an_environment_that_names_no_rank(environment, made, kconvert, monkeypatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    outcome = kconvert("smoke-generate", made["blobs"], "--tokens", "1")
+    assert outcome.code == 2
+    assert f"WORLD_SIZE={environment['WORLD_SIZE']}" in outcome.err and "torchrun" in outcome.err
+
+
+def test_bench_decode_by_torchrun(made, tmp_path: Path) -> None:
+    convert(KIMI_MINI, tmp_path / "two", tp=2)
+    arguments = ["bench", "decode", tmp_path / "two", made["drafter"], made["prompts.json"]]
+    outcome = torchrun(2, ["-m", "kconvert.convert.cli", *arguments, "--new-tokens", "3"])
+    assert outcome.startswith("3 prompts × 3 tokens, float32, tp 2\n")
+
+
+def test_bench_decode_of_texts_that_end_at_once(made, monkeypatch) -> None:
+    prompts = bench_decode.read_prompts(made["prompts.json"], None)
+    real = Engine.generate
+    monkeypatch.setattr(
+        Engine, "generate", lambda self, prompt, new, *rest: real(self, prompt, 1, *rest)
     )
-    assert outcome.startswith("exact at tp 2: 108 tokens in 36 configurations, 1 prompts")
+    with pytest.raises(UnsupportedError, match="nothing to measure"):
+        bench_decode.bench_decode(
+            made["blobs"], made["drafter"], prompts, 6, "float32", lambda _: None
+        )
 
 
 def test_bench_decode_draws(made, tmp_path: Path, kconvert) -> None:
     command = ["bench", "decode", made["blobs"], made["drafter"], made["prompts.json"]]
     short = [*command, "--count", 1, "--new-tokens", 3, "--picture"]
     assert kconvert(*short, tmp_path / "picture.pdf").code == 2
+    assert kconvert(*short, tmp_path / "none/picture.svg").code == 2
     assert kconvert(*short, tmp_path / "picture.svg").code == 0
     drawn = (tmp_path / "picture.svg").read_text()
     assert drawn.startswith("<?xml") and "accepted drafts" in drawn
@@ -126,9 +190,12 @@ def test_bench_decode_accounts_for_its_time(made) -> None:
     assert table["rows"][0]["forwards_saved"] == 1.0
 
 
-def test_prompts_that_are_none(tmp_path: Path, made, kconvert) -> None:
+@pytest.mark.parametrize(
+    "text", ['[{"text": "hello"}]', '[{"token_ids": [Infinity]}]', '[{"token_ids": [1.5]}]', "[]"]
+)
+def test_prompts_that_are_none(text: str, tmp_path: Path, made, kconvert) -> None:
     path = tmp_path / "prompts.json"
-    path.write_text('[{"text": "hello"}]')
+    path.write_text(text)
     outcome = kconvert("bench", "decode", made["blobs"], made["drafter"], path)
     assert outcome.code == 2
     assert str(path) in outcome.err and "token_ids" in outcome.err

@@ -11,6 +11,7 @@ from kit import KIMI_MINI
 
 from kconvert.convert import convert
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.runtime.budget import CostCurve
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.step import sequence
 
@@ -62,18 +63,6 @@ def engines(folders) -> dict[tuple[str, str], Engine]:
     }
 
 
-@pytest.fixture
-def poisoned(monkeypatch) -> None:
-    """After every step, what was drafted and not accepted is NaN, as is all that is free."""
-    real = Engine._compact
-
-    def compact(self, cache, start, accepted):
-        real(self, cache, start, accepted)
-        cache[:, start + len(accepted) :] = np.nan
-
-    monkeypatch.setattr(Engine, "_compact", compact)
-
-
 def bits(generation: Generation) -> np.ndarray:
     return np.stack(generation.logits).view(np.uint32)
 
@@ -89,7 +78,7 @@ def speculate(engine: Engine, truth: Generation, **options: object) -> Generatio
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_every_mode_gives_the_bits_of_ar(dtype, temperature, engines, poisoned) -> None:
+def test_every_mode_gives_the_bits_of_ar(dtype, temperature, engines) -> None:
     engine = engines["marlin", dtype]
     sampled = {"temperature": temperature, "seed": 11}
     truth = engine.generate(PROMPT, NEW, keep_logits=True, **sampled)
@@ -111,18 +100,69 @@ def test_every_mode_gives_the_bits_of_ar(dtype, temperature, engines, poisoned) 
 
 
 @pytest.mark.parametrize("layout", ["marlin", "w4a16"])
-def test_layouts_agree(layout, engines, poisoned) -> None:
+def test_layouts_agree(layout, engines) -> None:
     """Both layouts hold the same codes, so both give the same bits."""
     truth = engines["marlin", "float32"].generate(PROMPT, NEW, keep_logits=True)
     made = speculate(engines[layout, "float32"], truth, mode="ddtree", budget=16)
     assert np.array_equal(bits(made), bits(truth))
 
 
-def test_auto_budget_changes_the_trees_and_not_the_tokens(engines, poisoned) -> None:
+def test_what_was_rejected_is_poison(engines, monkeypatch) -> None:
+    """After every step the rejected rows' latents are NaN, and no committed one is."""
+    real, rejected = Engine._compact, []
+
+    def compact(self, cache, slots, accepted):
+        real(self, cache, slots, accepted)
+        end = slots[0] + len(accepted)
+        rejected.append(len(slots) - len(accepted))
+        assert np.isfinite(cache[:, :end]).all()
+        assert np.isnan(cache[:, end : end + rejected[-1]]).all()
+
+    monkeypatch.setattr(Engine, "_compact", compact)
+    engine = engines["marlin", "float32"]
+    truth = engine.generate(PROMPT, NEW)
+    speculate(engine, truth, mode="ddtree", budget=16)
+    assert sum(rejected) > NEW
+
+
+def test_auto_budget_changes_the_trees_and_not_the_tokens(engines, monkeypatch) -> None:
+    """Rows that cost nothing: every node is verified. Each as dear as a forward: drafting rests."""
     engine = engines["marlin", "float32"]
     truth = engine.generate(PROMPT, NEW, keep_logits=True)
-    made = speculate(engine, truth, mode="ddtree", budget="auto")
-    assert np.array_equal(bits(made), bits(truth))
+    whole = speculate(engine, truth, mode="ddtree", budget=64)
+    for costs, forwards, drafts in (
+        (CostCurve((1, 65), (1e3, 1e3)), whole.target_forwards, whole.drafter_forwards),
+        (CostCurve((1, 65), (1e3, 65e3)), NEW, 6),  # pauses of 1, 2, 4, 8, 16 and 32 rounds
+    ):
+        monkeypatch.setattr(engine, "_costs", costs)
+        made = speculate(engine, truth, mode="ddtree", budget="auto")
+        assert np.array_equal(bits(made), bits(truth))
+        assert (made.target_forwards, made.drafter_forwards) == (forwards, drafts)
+
+
+def test_parts_are_what_time_went_to(engines, monkeypatch) -> None:
+    """By a clock that only forwards (1 s) and the drafter's context (10 s) move."""
+    now = [0.0]
+    engine = engines["marlin", "float32"]
+    truth = engine.generate(PROMPT, NEW)
+    forward, extend = engine.model.forward, ScriptedDrafter.extend
+
+    def slow(seconds, function):
+        def call(*arguments):
+            now[0] += seconds
+            return function(*arguments)
+
+        return call
+
+    monkeypatch.setattr("kconvert.runtime.engine.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr(engine.model, "forward", slow(1, forward))
+    monkeypatch.setattr(ScriptedDrafter, "extend", slow(10, extend))
+    made = speculate(engine, truth, mode="ddtree", budget=16)
+    steps, prompt = made.target_forwards - 1, 2  # 70 tokens in rows of 64
+    assert made.parts["prefill"] == prompt * (1 + 10)
+    assert (made.parts["verify"], made.parts["draft"]) == (steps, 10 * (steps - 1))
+    assert made.parts["tree"] == made.parts["walk"] == made.parts["host"] == 0
+    assert made.seconds == sum(made.parts.values())
 
 
 def test_rows_do_not_depend_on_what_else_is_in_a_step(engines) -> None:
@@ -204,9 +244,11 @@ def test_stop_tokens_and_streaming(engines, monkeypatch) -> None:
     first = truth.tokens.index(stop)
     config = replace(engine.model.config, stop_tokens=frozenset([stop]))
     monkeypatch.setattr(engine.model, "config", config)
-    streamed: list[int] = []
-    made = speculate(engine, truth, mode="ddtree", budget=16, on_tokens=streamed.extend)
-    assert made.tokens == streamed == truth.tokens[: first + 1]
+    streamed: list[list[int]] = []
+    made = speculate(engine, truth, mode="ddtree", budget=16, on_tokens=streamed.append)
+    assert made.tokens == [t for tokens in streamed for t in tokens] == truth.tokens[: first + 1]
+    assert [len(tokens) for tokens in streamed] == made.accepted  # as they are committed
+    assert len(made.accepted) > 3
 
 
 @pytest.mark.parametrize(
@@ -215,11 +257,15 @@ def test_stop_tokens_and_streaming(engines, monkeypatch) -> None:
         (([], 1), "prompt is empty"),
         (([512], 1), "token id 512 is out of range"),
         (([-1], 1), "token id -1 is out of range"),
+        (([10**20], 1), "token id 100000000000000000000 is out of range"),
         (([1], 262_144), "262144 positions"),
         (([1], 1, "tree"), "mode 'tree' is none of ar, chain, ddtree"),
         (([1], 1, "chain"), "needs a drafter"),
-        (([1], 1, "ar", -1), "budget -1"),
+        (([1], 1, "ar", -1), "budget -1 is neither auto nor a number from 0 to 4096"),
+        (([1], 1, "ar", 4097), "budget 4097"),
+        (([1], 1, "ar", "many"), "budget many"),
         (([1], 1, "ar", 1, -0.5), "temperature -0.5"),
+        (([1], 1, "ar", 1, 1.0, 2**64), "seed 18446744073709551616"),
     ],
 )
 def test_refused(arguments, words: str, engines) -> None:
