@@ -7,7 +7,6 @@ decided but not yet seen by the target; nodes 1…n are drafts.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 import torch
@@ -33,18 +32,6 @@ class Tree:
     def __len__(self) -> int:
         """n, the root not counted."""
         return len(self.token_ids)
-
-    @cached_property
-    def visibility(self) -> NDArray[np.bool_]:
-        """[n + 1, n + 1]: row i is true on node i and its ancestors."""
-        visible = np.eye(len(self.parents), dtype=bool)
-        for node, parent in enumerate(self.parents[1:].tolist(), start=1):
-            visible[node, :node] = visible[parent, :node]
-        return visible
-
-    def positions(self, start: int) -> NDArray[np.int64]:
-        """int64 [n + 1]: absolute positions when the root is at `start`; siblings share one."""
-        return np.concatenate([[start], start + self.depths])
 
     def first(self, budget: int) -> "Tree":
         """The tree of the first `budget` nodes, or of all where there are fewer."""

@@ -1,7 +1,8 @@
 """K2.6's text model, forward: DeepSeek-V3's MLA and MoE, top to bottom.
 
 Shapes: T rows, D hidden, H heads, C kv_lora, R rope, V vocabulary. Every operation is row-wise
-(`cpu_ops`), so a row's bits depend on its token, position and history alone.
+(`cpu_ops`), so a row's bits depend on its token, its position, its history and the form of its
+attention (`Step.prefill`) alone.
 """
 
 from collections.abc import Sequence
@@ -123,8 +124,8 @@ class Model:
         work a key once many rows share the expansion."""
         c, end = self.config, int(step.positions.max()) + 1
         out = np.empty((*q.shape[:2], c.value_dim), np.float32)
+        latents = np.ascontiguousarray(keys[:end, : c.kv_lora])
         for head in range(q.shape[1]):
-            latents = np.ascontiguousarray(keys[:end, : c.kv_lora])
             expanded = self._round(ops.linear(latents, kv_b[head]))  # [end, nope + v]
             own = np.concatenate(
                 [expanded[:, c.nope_dim :], expanded[:, : c.nope_dim], keys[:end, c.kv_lora :]],

@@ -14,6 +14,7 @@ from safetensors.numpy import load_file
 
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.runtime.ddtree import Tree, build_tree, chain, top_k, walk
+from kconvert.runtime.step import drafted
 
 CASES = json.loads((DATA / "ddtree_cases.json").read_text())["cases"]
 GOLDEN = load_file(DATA / "ddtree_cases.safetensors")
@@ -38,10 +39,12 @@ def assert_golden(case: dict, tree: Tree) -> None:
     assert tree.token_ids.tolist() == golden(case, "token_ids")[:count].tolist()
     assert tree.depths.tolist() == golden(case, "depths")[:count].tolist()
     assert tree.parents.tolist() == golden(case, "parents")[: count + 1].tolist()
-    visibility = golden(case, "visibility")[: count + 1, : count + 1]
-    assert np.array_equal(tree.visibility, visibility.astype(bool))
+    step = drafted(0, tree, case["start"])
     positions = golden(case, "positions")[: count + 1]
-    assert tree.positions(case["start"]).tolist() == positions.tolist()
+    assert step.positions.tolist() == positions.tolist()
+    for row, visible in enumerate(golden(case, "visibility")[: count + 1, : count + 1]):
+        window = step.windows[row, : step.counts[row]] - case["start"]
+        assert window[window >= 0].tolist() == np.flatnonzero(visible).tolist()
 
 
 def golden_top_k(case: dict) -> tuple[np.ndarray, np.ndarray]:
