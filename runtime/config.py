@@ -15,6 +15,8 @@ from kconvert.layouts.checkpoint import (
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.runtime.rope import Yarn, mscale
 
+GENERATION_NAME = "generation_config.json"
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -116,15 +118,17 @@ def _yarn(config: dict[str, Any]) -> tuple[Yarn | None, float]:
 
 def _stop_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
     """The union of every eos_token_id in config.json and generation_config.json."""
-    tables = list(configs)
-    if (folder / "generation_config.json").is_file():
-        tables.append(read_json(folder / "generation_config.json"))
+    tables = [(CONFIG_NAME, config) for config in configs]
+    if (folder / GENERATION_NAME).is_file():
+        tables.append((GENERATION_NAME, read_json(folder / GENERATION_NAME)))
     found: set[int] = set()
-    for table in tables:
+    for file, table in tables:
         tokens = table.get("eos_token_id")
         tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
         if not all(type(token) is int for token in tokens):
-            raise CheckpointError(f"eos_token_id is {tokens!r:.60}, expected tokens' numbers.")
+            raise CheckpointError(
+                f"{folder / file}: eos_token_id is {tokens!r:.60}, expected tokens' numbers."
+            )
         found.update(tokens)
     return frozenset(found)
 

@@ -1,30 +1,56 @@
-"""The blobs as arrays: mapped, so that memory grows with what is touched, not with the model."""
+"""The blobs as arrays: mapped, so that memory grows with what is touched, not with the model, and
+compared with their digests when they are first used, so that no damage becomes a token."""
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.blob import COMMON_FOLDER, rank_folder, read_blob
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.blob import COMMON_FOLDER, digest, rank_folder, read_blob
+from kconvert.layouts.checkpoint import CONFIG_NAME
+from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.manifest import Manifest, read_manifest
+from kconvert.layouts.model import VISION
 from kconvert.layouts.registry import layout_named
+from kconvert.layouts.sharding import Parallelism, rank_experts, stacked_names
+from kconvert.runtime.config import GENERATION_NAME
 from kconvert.runtime.ranks import Ranks
+from kconvert.runtime.tokenizer import RANKS_NAME
 
-_NUMPY = {"BF16": np.uint16, "F16": np.float16, "F32": np.float32, "I32": np.int32, "I64": np.int64}
+_NUMPY = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32}
+_FLOATS, _WORDS = ("BF16", "F32"), ("I32",)
+# Parameters that a forward pass reads → what it can read them in.
+_DTYPES = {"weight": _FLOATS, "e_score_correction_bias": _FLOATS} | {
+    name: _WORDS if name.endswith("_packed") else _FLOATS for name in stacked_names("")
+}
+_SMALL_FILES = (
+    CONFIG_NAME, GENERATION_NAME, RANKS_NAME, "tokenizer_config.json", "chat_template.jinja",
+)  # fmt: skip
+_VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
 MODEL_PREFIXES = ("language_model.", "")
+
+
+class _Tensor(NamedTuple):
+    """A tensor in the mapped file `data`; `digests`: its own, or of each expert if stacked."""
+
+    path: Path
+    data: NDArray[np.uint8]
+    entry: TensorEntry
+    digests: list[str]
 
 
 class Blobs:
     """One rank's view of a converted model: its own experts, and every common tensor."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        """Map this rank's blobs in `folder`.
+        """Map this rank's blobs in `folder`, and compare their headers and the small files that
+        generating reads with the manifest; of tensors, no data is read.
 
-        Raises OutputError where that is no finished output, UnsupportedError where it is a part,
-        CheckpointError naming a blob that is missing or was changed.
+        Raises OutputError where that is no finished output, UnsupportedError where it is a part
+        or holds a dtype that is not computed with, CheckpointError naming a file that is missing
+        or was changed.
         """
         self.manifest: Manifest = read_manifest(folder)
         if not self.manifest.complete:
@@ -40,44 +66,63 @@ class Blobs:
             )
         self.rank = ranks.rank
         self.layout = layout_named(self.manifest.layout)
-        self._tensors: dict[str, tuple[NDArray[np.uint8], TensorEntry]] = {}
+        self._folder = folder
+        self._tensors: dict[str, _Tensor] = {}
+        self._sound: set[tuple[str, int]] = set()  # tensors' parts whose digests were right
         self._columns: dict[str, NDArray[Any]] = {}
         for name, entry in self.manifest.files.items():
+            if name in _SMALL_FILES and digest(self._sized(name).read_bytes()) != entry.digest:
+                raise _changed(f"{folder / name} is not what was converted")
             if name.startswith((f"{COMMON_FOLDER}/", f"{rank_folder(ranks.rank, tp)}/")):
-                self._map(folder, name, entry.bytes)
+                self._map(name)
         found = [p for p in MODEL_PREFIXES if f"{p}model.norm.weight" in self._tensors]
         if not found:
             raise CheckpointError(f"{folder} has no model.norm.weight: it is no text model.")
         self.prefix = found[0]
 
-    def _map(self, folder: Path, name: str, size: int) -> None:
-        path = folder / name
-        if not path.is_file() or path.stat().st_size != size:
-            raise CheckpointError(f"{path} is missing or was changed: run `kconvert validate`.")
-        header, info = read_blob(path)
-        if info.fingerprint != self.manifest.files[name].fingerprint:
-            raise CheckpointError(f"{path} was changed: its fingerprint is not the manifest's.")
-        data = np.memmap(path, np.uint8, "r")
+    def _map(self, name: str) -> None:
+        path = self._sized(name)
+        try:
+            header, info = read_blob(path)
+        except KconvertError:  # whose advice is for a source
+            raise _changed(f"{path} has a damaged header") from None
+        if digest(header.raw) != self.manifest.files[name].digest:
+            raise _changed(f"{path} has another header than was written")
+        if name == _VISION_BLOB:
+            return
+        data = np.memmap(path, np.uint8, "r").view(np.ndarray)
         for tensor in header.tensors.values():
-            self._tensors[tensor.name] = data, tensor
+            dtypes = _DTYPES.get(tensor.name.rpartition(".")[2])
+            if dtypes is None:
+                continue
+            if tensor.dtype not in dtypes:
+                raise UnsupportedError(
+                    f"{path}, tensor {tensor.name}: {tensor.dtype} found, the engine computes with"
+                    f" {' or '.join(dtypes)}: convert a checkpoint that has it so."
+                )
+            digests = info.expert_digests.get(tensor.name) or [info.digests[tensor.name]]
+            self._tensors[tensor.name] = _Tensor(path, data, tensor, digests)
 
-    def __contains__(self, name: str) -> bool:
-        return self.prefix + name in self._tensors
+    def _sized(self, name: str) -> Path:
+        """The path of a file that is there and has the manifest's size."""
+        path = self._folder / name
+        if not path.is_file() or path.stat().st_size != self.manifest.files[name].bytes:
+            raise _changed(f"{path} is missing or was changed")
+        return path
 
     def get(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The tensor `name` (without `language_model.`), bf16 as uint16; CheckpointError where it
-        is absent or has another shape."""
-        full = self.prefix + name
-        if full not in self._tensors:
-            raise CheckpointError(f"tensor {full} is in no blob of rank {self.rank}.")
-        data, tensor = self._tensors[full]
-        if tensor.shape != shape:
+        """The tensor `name` (without `language_model.`), bf16 as uint16, its data compared with
+        its digest at the first call.
+
+        Raises CheckpointError where it is absent, has another shape or was changed.
+        """
+        tensor = self._find(name)
+        if tensor.entry.shape != shape:
             raise CheckpointError(
-                f"tensor {full}: expected {list(shape)} from config.json, found"
-                f" {list(tensor.shape)}."
+                f"{tensor.path}, tensor {tensor.entry.name}: expected {list(shape)} from"
+                f" {CONFIG_NAME}, found {list(tensor.entry.shape)}."
             )
-        raw = data[tensor.start : tensor.start + tensor.nbytes]
-        return raw.view(_NUMPY[tensor.dtype]).reshape(shape)
+        return self._read(tensor, range(len(tensor.digests))).reshape(shape)
 
     def columns(self, name: str, shape: tuple[int, int], part: range) -> NDArray[Any]:
         """Some columns of a matrix; a copy of them, made once, unless they are all."""
@@ -88,7 +133,50 @@ class Blobs:
             self._columns[name] = np.ascontiguousarray(cut)
         return self._columns[name]
 
+    def expert(self, name: str, local: int) -> NDArray[Any]:
+        """The part of a layer's stacked tensor that is the rank's expert number `local`, in the
+        layout's shape; as `get`, and no other expert is read."""
+        tensor = self._find(name)
+        return self._read(tensor, range(local, local + 1)).reshape(tensor.entry.shape[1:])
+
     def stacked(self, name: str) -> NDArray[Any]:
         """A layer's stacked tensor, expert first; its shape is the layout's."""
-        _, tensor = self._tensors[self.prefix + name]
-        return self.get(name, tensor.shape)
+        return self.get(name, self._find(name).entry.shape)
+
+    def _find(self, name: str) -> _Tensor:
+        full = self.prefix + name
+        if full not in self._tensors:
+            raise CheckpointError(
+                f"{self._folder}: tensor {full} is in no blob of rank {self.rank}, and"
+                f" {CONFIG_NAME} asks for it."
+            )
+        return self._tensors[full]
+
+    def _read(self, tensor: _Tensor, parts: range) -> NDArray[Any]:
+        """Some of the parts that have a digest each, flat; each is hashed as mapped, once."""
+        path, data, entry, digests = tensor
+        size = entry.nbytes // len(digests)
+        for part in parts:
+            if (entry.name, part) in self._sound:
+                continue
+            start = entry.start + size * part
+            if digest(data[start : start + size].data) != digests[part]:
+                which = f", expert {self._number(tensor, part)}" if len(entry.shape) == 3 else ""
+                raise _changed(
+                    f"{path}, tensor {entry.name}{which}: its data is not what was converted"
+                )
+            self._sound.add((entry.name, part))
+        raw = data[entry.start + size * parts.start : entry.start + size * parts.stop]
+        return raw.view(_NUMPY[entry.dtype])
+
+    def _number(self, tensor: _Tensor, local: int) -> int:
+        """The model's number of the rank's expert `local`."""
+        split = Parallelism(self.manifest.tp, self.manifest.ep)
+        return rank_experts(split.ep * tensor.entry.shape[0], split, self.rank)[local]
+
+
+def _changed(what: str) -> CheckpointError:
+    return CheckpointError(
+        f"{what}: delete the file and run the same `kconvert convert` command again (`kconvert"
+        " validate` lists all that is changed)."
+    )
