@@ -79,7 +79,7 @@ class Engine:
         `ranks`: this process and the others (`ranks_from_environment`); alone if not given. Every
         rank makes the same calls. A small drafter runs on one thread, and torch with it: the
         number of threads is the process's. Raises a KconvertError: no finished output, a part,
-        another number of ranks, a changed blob, a drafter for another target.
+        another number of ranks, a file missing or changed, a drafter for another target.
         """
         folder = Path(blobs)
         if dtype not in DTYPES:
@@ -102,7 +102,8 @@ class Engine:
         return cls(Model(config, mapped, ranks, dtype), opened)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """float32 [T, V] at every position of a text."""
+        """float32 [T, V] at every position of a text, as of a prompt. Raises UnsupportedError for
+        tokens that cannot be, CheckpointError where weights were changed."""
         tokens = self.checked(token_ids, 0)
         cache = self.model.new_cache(len(tokens))
         rows = [
@@ -128,7 +129,7 @@ class Engine:
 
         `budget`: nodes of a draft, or "auto"; `on_tokens` is told tokens as they are committed.
         Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
-        CheckpointError where logits are not finite.
+        CheckpointError where logits are not finite or weights were changed.
         """
         prompt = self.checked(token_ids, max_new_tokens)
         self._check_options(mode, budget, temperature, seed)

@@ -187,13 +187,13 @@ class Model:
         return self._round(both[0] + both[1])
 
     def _expert(self, layer: int, expert: int) -> tuple[Any, Any]:
-        """An expert's w13 [2N, D] and w2 [D, N], dequantised once: float32 exactly, or the bits
-        of bf16((nibble − 8) · scale)."""
+        """An expert's w13 [2N, D] and w2 [D, N], dequantised: float32 exactly, or the bits of
+        bf16((nibble − 8) · scale). It is kept, eight or four times the size of its codes."""
         key = layer, expert
         if key not in self._experts:
             names = stacked_names(f"model.layers.{layer}.mlp.experts.")
             local = expert - self._held.start
-            parts = [np.ascontiguousarray(self.blobs.stacked(name)[local]) for name in names]
+            parts = [self.blobs.expert(name, local) for name in names]
             self._experts[key] = (
                 self._dequantise(parts[0], parts[1]),
                 self._dequantise(parts[2], parts[3]),

@@ -6,13 +6,15 @@ on the message's size, and so on how many rows a step has.
 
 import atexit
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.errors import UnavailableError, UnsupportedError
 
 Array = NDArray[np.float32]
 
@@ -51,7 +53,8 @@ class Ranks:
         from torch import distributed
 
         box = [value]
-        distributed.broadcast_object_list(box, group=self.group, group_src=0)
+        with _others_there():
+            distributed.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
     def _gather(self, part: Array) -> list[Array]:
@@ -62,7 +65,8 @@ class Ranks:
 
         mine = torch.from_numpy(np.ascontiguousarray(part))
         parts = [torch.empty_like(mine) for _ in range(self.size)]
-        distributed.all_gather(parts, mine, group=self.group)
+        with _others_there():
+            distributed.all_gather(parts, mine, group=self.group)
         return [part.numpy() for part in parts]
 
 
@@ -85,8 +89,17 @@ class Team(NamedTuple):
         from torch import distributed
 
         values = [None] * distributed.get_world_size()
-        distributed.all_gather_object(values, value)
+        with _others_there():
+            distributed.all_gather_object(values, value)
         return values
+
+
+@contextmanager
+def _others_there() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # gloo's, whatever was the matter with the connection
+        raise UnavailableError("another rank has ended: what it said tells why.") from error
 
 
 def ranks_from_environment() -> Ranks:

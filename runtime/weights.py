@@ -139,10 +139,6 @@ class Blobs:
         tensor = self._find(name)
         return self._read(tensor, range(local, local + 1)).reshape(tensor.entry.shape[1:])
 
-    def stacked(self, name: str) -> NDArray[Any]:
-        """A layer's stacked tensor, expert first; its shape is the layout's."""
-        return self.get(name, self._find(name).entry.shape)
-
     def _find(self, name: str) -> _Tensor:
         full = self.prefix + name
         if full not in self._tensors:

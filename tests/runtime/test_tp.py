@@ -8,7 +8,9 @@ import pytest
 from kit import KIMI_MINI, torchrun
 
 from kconvert.convert import convert
+from kconvert.layouts.errors import UnavailableError
 from kconvert.runtime.engine import Engine
+from kconvert.runtime.ranks import Ranks
 
 PROMPT = np.random.default_rng(5).integers(0, 256, 70).tolist()  # as in test_engine
 
@@ -21,6 +23,15 @@ def test_smoke_generate_by_torchrun(tmp_path: Path) -> None:
     convert(KIMI_MINI, tmp_path / "one")
     alone = Engine.open(tmp_path / "one").generate([1, 2, 3], 4)
     assert json.loads(outcome)["tokens"] == alone.tokens
+
+
+def test_a_rank_left_alone(monkeypatch) -> None:
+    def broken(*_, **__):
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr("torch.distributed.all_gather", broken)
+    with pytest.raises(UnavailableError, match="another rank has ended"):
+        Ranks(0, 2).sum(np.zeros((1, 2), np.float32))
 
 
 @pytest.mark.parametrize(
