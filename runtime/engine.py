@@ -65,6 +65,7 @@ class Engine:
     def __init__(self, model: Model, drafter: Drafter | None) -> None:
         self.model, self.drafter = model, drafter
         self._costs: CostCurve | None = None
+        self.pauses = Pauses()  # of budget "auto": what one text taught holds for the next
 
     @classmethod
     def open(
@@ -268,7 +269,7 @@ class _Drafting:
         self._mode, self._chain_seed, self._clock = mode, chain_seed, clock
         self._costs = engine.costs() if budget == AUTO else None
         self.most = _AUTO_MOST if budget == AUTO else int(budget)
-        self._pauses = Pauses()
+        self._pauses = engine.pauses if budget == AUTO else Pauses()
         self._waiting: list[NDArray[np.float32]] = []  # features that the next draft needs
         self.taps = engine.drafter.config.target_layer_ids
         self.forwards = 0

@@ -138,6 +138,8 @@ def test_auto_budget_changes_the_trees_and_not_the_tokens(engines, monkeypatch) 
         made = speculate(engine, truth, mode="ddtree", budget="auto")
         assert np.array_equal(bits(made), bits(truth))
         assert (made.target_forwards, made.drafter_forwards) == (forwards, drafts)
+    again = speculate(engine, truth, mode="ddtree", budget="auto")
+    assert again.drafter_forwards == 1  # it has learnt to rest for 64 rounds
 
 
 def test_parts_are_what_time_went_to(engines, monkeypatch) -> None:
