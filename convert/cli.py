@@ -246,7 +246,7 @@ def smoke_generate(
     budget: Annotated[str, typer.Option(help="Nodes of a draft, or auto.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=0, help="At most so many.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     chain_seed: Annotated[bool, typer.Option(help="Always draft the likeliest chain.")] = True,
     check_exact: Annotated[
@@ -260,25 +260,37 @@ def smoke_generate(
 
     Exits with 1 where --check-exact finds a difference.
     """
-    from kconvert.convert import text
-    from kconvert.runtime.smoke import Request, smoke
+    from kconvert.runtime.smoke import Request, smoke, summary
 
     if (prompt is None) == (tokens is None):
         raise typer.BadParameter("give either --prompt or --tokens")
+    if chat and prompt is None:
+        raise typer.BadParameter("--chat needs a message: give --prompt")
     ids = None if tokens is None else _ids(tokens)
-    if budget != "auto" and not budget.isdecimal():
-        raise typer.BadParameter(f"{budget!r} is neither auto nor a number", param_hint="--budget")
     request = Request(
         prompt, ids, chat, mode or ("ddtree" if drafter else "ar"),
-        budget if budget == "auto" else int(budget),
-        max_new_tokens, temperature, seed, chain_seed, check_exact,
+        _budget(budget), max_new_tokens, temperature, seed, chain_seed, check_exact,
     )  # fmt: skip
     write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
     table = smoke(output, drafter, dtype, request, write)
     if table["rank"] == 0:
-        show(table, as_json, text.smoke_text, quiet=False)
+        show(table, as_json, summary, quiet=False)
     if table["differs"] is not None:
         raise typer.Exit(1)
+
+
+def _budget(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        budget = int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r:.60} is neither auto nor a number", param_hint="--budget"
+        ) from None
+    if budget < 0:
+        raise typer.BadParameter(f"{text} is below 0: it must be 0 or more", param_hint="--budget")
+    return budget
 
 
 def _ids(text: str) -> list[int]:
@@ -286,7 +298,7 @@ def _ids(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]
     except ValueError:
         raise typer.BadParameter(
-            f"{text!r} is not a list like 1,2,3", param_hint="--tokens"
+            f"{text!r:.60} is not a list like 1,2,3", param_hint="--tokens"
         ) from None
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from kconvert.layouts.errors import CheckpointError
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.ranks import ranks_from_environment
-from kconvert.runtime.tokenizer import Tokenizer
+from kconvert.runtime.tokenizer import RANKS_NAME, Tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ def smoke(
     tokenizer = None if request.tokens is not None else Tokenizer(output)
     if tokenizer is not None and tokenizer.vocabulary > engine.model.config.vocabulary:
         raise CheckpointError(
-            f"the tokenizer has {tokenizer.vocabulary} tokens, the model"
-            f" {engine.model.config.vocabulary}: they do not belong together."
+            f"{output / RANKS_NAME} and its specials are {tokenizer.vocabulary} tokens, the model"
+            f" in {output} has {engine.model.config.vocabulary}: they do not belong together."
         )
     prompt = _prompt(tokenizer, request)
-    stream = tokenizer.printer(write) if tokenizer else lambda t: write(f"{t}\n") and None
+    stream: Callable[..., object] = (
+        tokenizer.printer(write) if tokenizer else lambda tokens: write(f"{tokens}\n")
+    )
 
-    def generate(mode: str, tell: Callable[[list[int]], None]) -> Generation:
+    def generate(mode: str, tell: Callable[..., Any]) -> Generation:
         return engine.generate(
             prompt, request.max_new_tokens, mode, request.budget, request.temperature,
             request.seed, chain_seed=request.chain_seed, keep_logits=request.check_exact,
@@ -59,12 +61,14 @@ def smoke(
     if request.max_new_tokens > 1:
         engine.generate(prompt[:1], 2, request.mode, request.budget)  # compiles, maps, warms
     made = generate(request.mode, stream)
+    if tokenizer:
+        stream([], last=True)
     alone = request.mode == "ar" and not request.check_exact
     plain = made if alone else generate("ar", lambda _: None)
     return {
         "rank": ranks.rank,
         "mode": request.mode,
-        "budget": request.budget,
+        "budget": None if request.mode == "ar" else request.budget,
         "prompt_tokens": len(prompt),
         "tokens": made.tokens,
         "text": tokenizer.decode(made.tokens) if tokenizer else None,
@@ -78,6 +82,25 @@ def smoke(
         "checked": request.check_exact,
         "differs": first_difference(made, plain, len(prompt)) if request.check_exact else None,
     }
+
+
+def summary(table: dict[str, Any]) -> str:
+    """How a generation went; its text was printed as it came."""
+    budget, speedup = table["budget"], table["speedup_over_ar"]
+    lines = [
+        "",
+        table["mode"] + ("" if budget is None else f", budget {budget}") + ":"
+        f" {len(table['tokens'])} tokens, {table['tokens_per_second']:.1f} tokens/s,"
+        f" {table['target_forwards']} target forwards,"
+        f" {table['committed_per_forward']:.2f} committed a forward"
+        + (f", {speedup:.2f} × ar" if speedup else ""),
+    ]
+    if table["checked"]:
+        lines.append(
+            "exact: every token and logit bit is ar's" if table["differs"] is None
+            else f"NOT EXACT: position {table['differs']} is the first that differs from ar"
+        )  # fmt: skip
+    return "\n".join(lines)
 
 
 def _prompt(tokenizer: Tokenizer | None, request: Request) -> list[int]:
@@ -94,7 +117,13 @@ def _rate(made: Generation) -> float:
 
 
 def first_difference(made: Generation, plain: Generation, start: int) -> int | None:
-    """The first position whose token or float32 logit bits differ."""
+    """The first position whose token or float32 logit bits differ.
+
+    Raises ValueError where either was generated without `keep_logits`.
+    """
+    for one in (made, plain):
+        if len(one.logits) != len(one.tokens):
+            raise ValueError(f"{len(one.tokens)} tokens have {len(one.logits)} rows of logits")
     pairs = zip(made.tokens, plain.tokens, made.logits, plain.logits, strict=False)
     for i, (token, other, logits, others) in enumerate(pairs):
         if token != other or not np.array_equal(logits.view(np.uint32), others.view(np.uint32)):
