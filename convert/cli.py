@@ -260,7 +260,8 @@ def smoke_generate(
 
     Exits with 1 where --check-exact finds a difference.
     """
-    from kconvert.runtime.smoke import Request, smoke, summary
+    from kconvert.convert import text
+    from kconvert.runtime.smoke import Request, smoke
 
     if (prompt is None) == (tokens is None):
         raise typer.BadParameter("give either --prompt or --tokens")
@@ -274,7 +275,7 @@ def smoke_generate(
     write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
     table = smoke(output, drafter, dtype, request, write)
     if table["rank"] == 0:
-        show(table, as_json, summary, quiet=False)
+        show(table, as_json, text.smoke_text, quiet=False)
     if table["differs"] is not None:
         raise typer.Exit(1)
 

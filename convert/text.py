@@ -181,9 +181,10 @@ def validation_text(table: dict[str, Any]) -> str:
 def smoke_text(table: dict[str, Any]) -> str:
     """How a generation went; its text was printed as it came."""
     speedup = table["speedup_over_ar"]
+    budget = "" if table["budget"] is None else f", budget {table['budget']}"  # ar has none
     lines = [
         "",
-        f"{table['mode']}, budget {table['budget']}: {len(table['tokens'])} tokens,"
+        f"{table['mode']}{budget}: {len(table['tokens'])} tokens,"
         f" {table['tokens_per_second']:.1f} tokens/s, {table['target_forwards']} target forwards,"
         f" {table['committed_per_forward']:.2f} committed a forward"
         + (f", {speedup:.2f} × ar" if speedup else ""),

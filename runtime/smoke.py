@@ -84,25 +84,6 @@ def smoke(
     }
 
 
-def summary(table: dict[str, Any]) -> str:
-    """How a generation went; its text was printed as it came."""
-    budget, speedup = table["budget"], table["speedup_over_ar"]
-    lines = [
-        "",
-        table["mode"] + ("" if budget is None else f", budget {budget}") + ":"
-        f" {len(table['tokens'])} tokens, {table['tokens_per_second']:.1f} tokens/s,"
-        f" {table['target_forwards']} target forwards,"
-        f" {table['committed_per_forward']:.2f} committed a forward"
-        + (f", {speedup:.2f} × ar" if speedup else ""),
-    ]
-    if table["checked"]:
-        lines.append(
-            "exact: every token and logit bit is ar's" if table["differs"] is None
-            else f"NOT EXACT: position {table['differs']} is the first that differs from ar"
-        )  # fmt: skip
-    return "\n".join(lines)
-
-
 def _prompt(tokenizer: Tokenizer | None, request: Request) -> list[int]:
     if tokenizer is None:
         return request.tokens or []
