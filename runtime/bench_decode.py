@@ -23,7 +23,7 @@ def read_prompts(path: Path, count: int | None) -> list[list[int]]:
     try:
         table = json.loads(path.read_text("utf-8"))
         prompts = [list(entry["token_ids"]) for entry in table]
-    except (KeyError, TypeError, ValueError):
+    except (KeyError, RecursionError, TypeError, ValueError):
         prompts = []
     if not prompts or not all(type(token) is int for prompt in prompts for token in prompt):
         raise UnsupportedError(f'{path} is not a list of prompts, [{{"token_ids": [1, 2, …]}}, …].')
@@ -53,8 +53,17 @@ def bench_exact(
     differ with their first differing position (there should be none). Every rank compares its own
     logits. Of more processes than an output has ranks each team takes some of the prompts.
     """
-    team = team_from_environment(read_manifest(outputs[0]).tp)
-    report = report if team.process == 0 else lambda _: None
+    sizes = sorted({read_manifest(output).tp for output in outputs})
+    if len(sizes) > 1:
+        raise UnsupportedError(
+            f"the folders are for {' and '.join(map(str, sizes))} ranks: give those of one tp."
+        )
+    team = team_from_environment(sizes[0])
+
+    def tell(row: str) -> None:
+        if team.ranks.rank == 0:
+            report(row if team.count == 1 else f"team {team.index + 1} of {team.count}: {row}")
+
     for output in outputs:  # what will be refused is refused before the hours of measuring
         engine = Engine.open(output, drafter, dtypes[0], team.ranks)
         for prompt in prompts:
@@ -65,7 +74,7 @@ def bench_exact(
             engine = Engine.open(output, drafter, dtype, team.ranks)
             for temperature in temperatures:
                 part = list(enumerate(prompts))[team.index :: team.count]
-                rows += _exact_rows(engine, part, new_tokens, temperature, report)
+                rows += _exact_rows(engine, part, new_tokens, temperature, tell)
     rows = _merged(team.everyones(rows), team.ranks.size)
     return {
         "bench": "exact",
@@ -84,7 +93,8 @@ def _merged(tables: list[list[dict[str, Any]]], size: int) -> list[dict[str, Any
     rows = tables[0]
     for process, table in enumerate(tables[1:], start=1):
         for row, other in zip(rows, table, strict=True):
-            row["differ"] |= other["differ"]
+            for prompt, place in other["differ"].items():
+                row["differ"][prompt] = min(place, row["differ"].get(prompt, place))
             if process % size == 0:
                 for name in ("tokens", "target_forwards", "ar_forwards"):
                     row[name] += other[name]
@@ -139,8 +149,10 @@ def bench_decode(
     report = report if ranks.rank == 0 else lambda _: None
     for prompt in prompts:
         engine.checked(prompt, new_tokens)
-    engine.generate(prompts[0], 4, "ddtree", BUDGETS[-1])  # compiles, maps, warms
+    engine.generate(prompts[0], 4, "ddtree", BUDGETS[-1])  # compiles
     engine.costs()
+    for prompt in prompts:  # all modes write the same: none is the first to read an expert
+        engine.generate(prompt, new_tokens)
     rows: list[dict[str, Any]] = []
     for mode, budget in [("ar", 0), *configurations(BUDGETS, engine), ("ddtree", "auto")]:
         made = [engine.generate(prompt, new_tokens, mode, budget) for prompt in prompts]

@@ -29,7 +29,7 @@ REACH = 32  # a drafted token is less than this far from its last committed ance
 
 
 # Reassociation lets sums use SIMD lanes. NaN and infinity keep their meaning: rejected slots are
-# poisoned with NaN in the tests, and a NaN that gets anywhere must show.
+# NaN, and a NaN that gets anywhere must show.
 _jit = partial(jit, fastmath={"reassoc", "contract"})
 
 

@@ -32,6 +32,7 @@ MODES = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
 AUTO = "auto"
 _AUTO_MOST = 64
+_HOTTEST = 1e6  # draws are even long before, and noise · T stays finite
 _MOST = 4096  # nodes of a budget: each keeps a slot in the cache
 _SHARED_HIDDEN = 2048  # a drafter's operations below this size are not worth sharing out
 _NO_TREE = Tree(
@@ -252,8 +253,8 @@ class Engine:
             raise UnsupportedError(
                 f"budget {budget} is neither {AUTO} nor a number from 0 to {_MOST}."
             )
-        if not 0 <= temperature < float("inf"):
-            raise UnsupportedError(f"temperature {temperature} is not a number from 0 on.")
+        if not 0 <= temperature <= _HOTTEST:
+            raise UnsupportedError(f"temperature {temperature} is not from 0 to {_HOTTEST:g}.")
         if not 0 <= seed < 2**64:
             raise UnsupportedError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
 
@@ -279,17 +280,19 @@ class _Drafting:
         """Newly committed rows' outputs of the target layers, in order."""
         self._waiting.append(features)
 
-    def catch_up(self) -> None:
-        """Take what was committed into the drafter's context."""
-        if self._waiting:
-            self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting)))
-            self._waiting.clear()
+    def catch_up(self, but: int = 0) -> None:
+        """Take what was committed, but for the newest `but` steps, into the drafter's context."""
+        ready = len(self._waiting) - but
+        if ready > 0:
+            self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting[:ready])))
+            del self._waiting[:ready]
 
     def __call__(self, token: int, start: int) -> Tree:
         """The tree below `token` at position `start`."""
         if self._pauses:
             self._pauses.over()
             return _NO_TREE
+        self.catch_up(but=1)  # what a pause piled up is no part of what drafting costs
         begin = time.perf_counter()
         self.catch_up()
         logits = self._drafter.draft(token, start, self._embed, self._head)

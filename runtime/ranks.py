@@ -9,6 +9,8 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,6 +19,8 @@ from numpy.typing import NDArray
 from kconvert.layouts.errors import UnavailableError, UnsupportedError
 
 Array = NDArray[np.float32]
+MEETING = timedelta(minutes=5)  # how long ranks wait for one another to start
+WORKING = timedelta(days=7)  # and once they have: a rank that ends is noticed without it
 
 
 @dataclass(frozen=True)
@@ -76,6 +80,7 @@ class Team(NamedTuple):
     ranks: Ranks
     index: int
     count: int
+    everybody: Any = None  # the group of all teams' ranks
 
     @property
     def process(self) -> int:
@@ -88,9 +93,9 @@ class Team(NamedTuple):
             return [value]
         from torch import distributed
 
-        values = [None] * distributed.get_world_size()
+        values = [None] * (self.count * self.ranks.size)
         with _others_there():
-            distributed.all_gather_object(values, value)
+            distributed.all_gather_object(values, value, group=self.everybody)
         return values
 
 
@@ -99,7 +104,9 @@ def _others_there() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo's, whatever was the matter with the connection
-        raise UnavailableError("another rank has ended: what it said tells why.") from error
+        raise UnavailableError(
+            f"another rank has ended, what it said tells why ({_first_line(error)})."
+        ) from error
 
 
 def ranks_from_environment() -> Ranks:
@@ -118,15 +125,36 @@ def team_from_environment(size: int | None) -> Team:
         )
     if world == 1:
         return Team(Ranks(), 0, 1)
+    everybody, *teams = _groups(size, world)
+    ranks = Ranks(rank % size, size, teams[rank // size])
+    return Team(ranks, rank // size, world // size, everybody)
+
+
+@cache
+def _groups(size: int, world: int) -> list[Any]:
+    """The group of all processes, then each team's. All processes make all of them, and once."""
     from torch import distributed
 
-    if not distributed.is_initialized():
-        distributed.init_process_group("gloo")
-        # Left open, its threads abort a process that ends before the others.
-        atexit.register(distributed.destroy_process_group)
-    # Every process makes every group: that is torch's rule.
-    groups = [distributed.new_group(range(i, i + size)) for i in range(0, world, size)]
-    return Team(Ranks(rank % size, size, groups[rank // size]), rank // size, world // size)
+    try:
+        if not distributed.is_initialized():
+            distributed.init_process_group("gloo", timeout=MEETING)
+            # Left open, its threads abort a process that ends before the others.
+            atexit.register(distributed.destroy_process_group)
+        return [
+            distributed.new_group(list(members), WORKING, backend="gloo")
+            for members in (range(world), *(range(i, i + size) for i in range(0, world, size)))
+        ]
+    except (RuntimeError, ValueError) as error:
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise UnavailableError(
+            f"{world} ranks could not meet at {place}, which MASTER_ADDR and MASTER_PORT name"
+            f" ({_first_line(error)}): start them with torchrun."
+        ) from error
+
+
+def _first_line(error: Exception) -> str:
+    """What torch says, without its stack."""
+    return str(error).partition("\n")[0].rstrip(".")
 
 
 def _launched() -> tuple[int, int]:
@@ -136,10 +164,10 @@ def _launched() -> tuple[int, int]:
     if values[1] in (None, "1"):
         return 0, 1
     try:
-        rank, world = int(values[0] or ""), int(values[1] or "")
+        rank, world, port = (int(values[i] or "") for i in (0, 1, 3))
     except ValueError:
-        rank, world = 0, 0
-    if not 0 <= rank < world or not all(values):
+        rank, world, port = 0, 0, 0
+    if not (0 <= rank < world and 0 < port < 65536 and values[2]):
         said = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
         raise UnsupportedError(
             f"the environment's {said} name no rank of several: start the ranks with torchrun, or"

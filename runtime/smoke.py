@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kconvert.layouts.errors import CheckpointError
-from kconvert.runtime.engine import Engine, Generation
+from kconvert.runtime.engine import AUTO, Engine, Generation
 from kconvert.runtime.ranks import ranks_from_environment
 from kconvert.runtime.tokenizer import RANKS_NAME, Tokenizer
 
@@ -59,7 +59,9 @@ def smoke(
         )  # fmt: skip
 
     if request.max_new_tokens > 1:
-        engine.generate(prompt[:1], 2, request.mode, request.budget)  # compiles, maps, warms
+        if request.budget == AUTO:
+            engine.costs()
+        engine.generate(prompt[:1], 2, request.mode, 1)  # compiles; touches some of the weights
     made = generate(request.mode, stream)
     if tokenizer:
         stream([], last=True)

@@ -131,15 +131,28 @@ class Tokenizer:
 
 
 def _environment() -> "ImmutableSandboxedEnvironment":
-    """What transformers renders chat templates in, and templates count on."""
+    """As transformers renders chat templates, but without its `generation` tag, which marks text
+    for training."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     def refuse(message: object) -> NoReturn:
         raise TemplateError(str(message))
 
-    def to_json(value: object, **layout: Any) -> str:
-        return json.dumps(value, **{"ensure_ascii": False} | layout)  # jinja2's own escapes HTML
+    def to_json(
+        value: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:  # jinja2's own escapes HTML
+        return json.dumps(
+            value,
+            ensure_ascii=ensure_ascii,
+            indent=indent,
+            separators=separators,
+            sort_keys=sort_keys,
+        )
 
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]

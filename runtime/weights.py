@@ -15,9 +15,9 @@ from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism, rank_experts, stacked_names
+from kconvert.runtime import tokenizer
 from kconvert.runtime.config import GENERATION_NAME
 from kconvert.runtime.ranks import Ranks
-from kconvert.runtime.tokenizer import RANKS_NAME
 
 _NUMPY = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32}
 _FLOATS, _WORDS = ("BF16", "F32"), ("I32",)
@@ -26,7 +26,8 @@ _DTYPES = {"weight": _FLOATS, "e_score_correction_bias": _FLOATS} | {
     name: _WORDS if name.endswith("_packed") else _FLOATS for name in stacked_names("")
 }
 _SMALL_FILES = (
-    CONFIG_NAME, GENERATION_NAME, RANKS_NAME, "tokenizer_config.json", "chat_template.jinja",
+    CONFIG_NAME, GENERATION_NAME,
+    tokenizer.RANKS_NAME, tokenizer.CONFIG_NAME, tokenizer.TEMPLATE_NAME,
 )  # fmt: skip
 _VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
 MODEL_PREFIXES = ("language_model.", "")
@@ -45,8 +46,8 @@ class Blobs:
     """One rank's view of a converted model: its own experts, and every common tensor."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        """Map this rank's blobs in `folder`, and compare their headers and the small files that
-        generating reads with the manifest; of tensors, no data is read.
+        """Map this rank's blobs in `folder`, and compare their headers and what small files the
+        manifest has of those that generating reads with it; of tensors, no data is read.
 
         Raises OutputError where that is no finished output, UnsupportedError where it is a part
         or holds a dtype that is not computed with, CheckpointError naming a file that is missing
@@ -94,6 +95,10 @@ class Blobs:
         for tensor in header.tensors.values():
             dtypes = _DTYPES.get(tensor.name.rpartition(".")[2])
             if dtypes is None:
+                if tensor.name.endswith(".bias"):
+                    raise UnsupportedError(
+                        f"{path}, tensor {tensor.name}: the engine computes without biases."
+                    )
                 continue
             if tensor.dtype not in dtypes:
                 raise UnsupportedError(

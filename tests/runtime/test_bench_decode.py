@@ -109,7 +109,7 @@ def test_bench_exact_counts_what_any_process_finds() -> None:
     def table(tokens: int, differ: dict[int, int]) -> list[dict]:
         return [{"tokens": tokens, "target_forwards": 1, "ar_forwards": 2, "differ": differ}]
 
-    tables = [table(5, {}), table(5, {0: 9}), table(7, {3: 1}), table(7, {})]
+    tables = [table(5, {}), table(5, {0: 9}), table(7, {3: 1}), table(7, {3: 4})]
     assert bench_decode._merged(tables, 2) == [
         {"tokens": 12, "target_forwards": 2, "ar_forwards": 4, "differ": {0: 9, 3: 1}}
     ]
@@ -120,7 +120,9 @@ def test_bench_exact_refuses_before_it_measures(made, kconvert, tmp_path: Path) 
     convert(KIMI_MINI, tmp_path / "two", tp=2)
     command = ["bench", "exact", made["drafter"]]
     outcome = kconvert(*command, made["prompts.json"], made["blobs"], tmp_path / "two")
-    assert outcome.code == 2 and "1 were started" in outcome.err
+    assert outcome.code == 2 and "for 1 and 2 ranks" in outcome.err
+    outcome = kconvert(*command, made["prompts.json"], tmp_path / "two")
+    assert outcome.code == 2 and "1 process(es) were started" in outcome.err
     prompts = tmp_path / "prompts.json"
     prompts.write_text('[{"token_ids": [1]}, {"token_ids": [512]}]')
     outcome = kconvert(*command, prompts, made["blobs"])
@@ -135,6 +137,7 @@ def test_bench_exact_refuses_before_it_measures(made, kconvert, tmp_path: Path) 
         {"WORLD_SIZE": "two", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
         {"WORLD_SIZE": "0", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
         {"WORLD_SIZE": "2", "RANK": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"},
+        {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "a", "MASTER_PORT": "abc"},
     ],
 )
 def test_an_environment_that_names_no_rank(environment, made, kconvert, monkeypatch) -> None:

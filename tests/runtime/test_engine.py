@@ -11,11 +11,13 @@ from kit import KIMI_MINI
 
 from kconvert.convert import convert
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
-from kconvert.runtime.budget import CostCurve
+from kconvert.runtime.budget import CostCurve, Pauses
 from kconvert.runtime.engine import Engine, Generation
+from kconvert.runtime.model import Model
 from kconvert.runtime.step import sequence
 
 PROMPT = np.random.default_rng(5).integers(0, 256, 70).tolist()
+NEW_CACHE = Model.new_cache
 NEW = 60  # with the prompt past the first split of the attention
 
 
@@ -63,6 +65,14 @@ def engines(folders) -> dict[tuple[str, str], Engine]:
     }
 
 
+@pytest.fixture
+def poisoned(monkeypatch) -> None:
+    """What was never written is NaN too."""
+    monkeypatch.setattr(
+        Model, "new_cache", lambda self, slots: np.full_like(NEW_CACHE(self, slots), np.nan)
+    )
+
+
 def bits(generation: Generation) -> np.ndarray:
     return np.stack(generation.logits).view(np.uint32)
 
@@ -78,7 +88,7 @@ def speculate(engine: Engine, truth: Generation, **options: object) -> Generatio
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
-def test_every_mode_gives_the_bits_of_ar(dtype, temperature, engines) -> None:
+def test_every_mode_gives_the_bits_of_ar(dtype, temperature, engines, poisoned) -> None:
     engine = engines["marlin", dtype]
     sampled = {"temperature": temperature, "seed": 11}
     truth = engine.generate(PROMPT, NEW, keep_logits=True, **sampled)
@@ -100,7 +110,7 @@ def test_every_mode_gives_the_bits_of_ar(dtype, temperature, engines) -> None:
 
 
 @pytest.mark.parametrize("layout", ["marlin", "w4a16"])
-def test_layouts_agree(layout, engines) -> None:
+def test_layouts_agree(layout, engines, poisoned) -> None:
     """Both layouts hold the same codes, so both give the same bits."""
     truth = engines["marlin", "float32"].generate(PROMPT, NEW, keep_logits=True)
     made = speculate(engines[layout, "float32"], truth, mode="ddtree", budget=16)
@@ -130,6 +140,7 @@ def test_auto_budget_changes_the_trees_and_not_the_tokens(engines, monkeypatch) 
     engine = engines["marlin", "float32"]
     truth = engine.generate(PROMPT, NEW, keep_logits=True)
     whole = speculate(engine, truth, mode="ddtree", budget=64)
+    monkeypatch.setattr(engine, "pauses", Pauses())
     for costs, forwards, drafts in (
         (CostCurve((1, 65), (1e3, 1e3)), whole.target_forwards, whole.drafter_forwards),
         (CostCurve((1, 65), (1e3, 65e3)), NEW, 6),  # pauses of 1, 2, 4, 8, 16 and 32 rounds
@@ -222,6 +233,7 @@ def test_stop_tokens_and_streaming(engines, monkeypatch) -> None:
         (([1], 1, "ar", 4097), "budget 4097"),
         (([1], 1, "ar", "many"), "budget many"),
         (([1], 1, "ar", 1, -0.5), "temperature -0.5"),
+        (([1], 1, "ar", 1, 1e308), "temperature 1e.308 is not from 0 to 1e.06"),
         (([1], 1, "ar", 1, 1.0, 2**64), "seed 18446744073709551616"),
     ],
 )

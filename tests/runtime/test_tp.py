@@ -1,6 +1,8 @@
 """Tensor parallelism: at any tp the modes agree bit for bit, and all tp's logits agree."""
 
 import json
+import socket
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +11,8 @@ from kit import KIMI_MINI, torchrun
 
 from kconvert.convert import convert
 from kconvert.layouts.errors import UnavailableError
+from kconvert.runtime import ranks
 from kconvert.runtime.engine import Engine
-from kconvert.runtime.ranks import Ranks
 
 PROMPT = np.random.default_rng(5).integers(0, 256, 70).tolist()  # as in test_engine
 
@@ -25,13 +27,25 @@ def test_smoke_generate_by_torchrun(tmp_path: Path) -> None:
     assert json.loads(outcome)["tokens"] == alone.tokens
 
 
+def test_ranks_that_do_not_meet(monkeypatch) -> None:
+    monkeypatch.setattr(ranks, "MEETING", timedelta(seconds=1))
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    where = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnavailableError, match=f"2 ranks could not meet at 127.0.0.1:{port}"):
+        ranks.ranks_from_environment()
+
+
 def test_a_rank_left_alone(monkeypatch) -> None:
     def broken(*_, **__):
         raise RuntimeError("Connection closed by peer")
 
     monkeypatch.setattr("torch.distributed.all_gather", broken)
     with pytest.raises(UnavailableError, match="another rank has ended"):
-        Ranks(0, 2).sum(np.zeros((1, 2), np.float32))
+        ranks.Ranks(0, 2).sum(np.zeros((1, 2), np.float32))
 
 
 @pytest.mark.parametrize(
