@@ -61,3 +61,27 @@ def survival() -> str:
 
 def test_survival_is_what_was_found() -> None:
     assert survival() in (ROOT / "README.md").read_text()
+
+
+def test_what_was_measured_is_what_must_hold() -> None:
+    """The runtime's aims, on the committed measurements: none worse is committed quietly."""
+
+    def measured(path: str) -> dict:
+        return json.loads((ROOT / path).read_text())
+
+    rows = {
+        (row["mode"], row["budget"]): row
+        for row in measured("runtime/bench_results/cpu-decode.json")["rows"]
+    }
+    chain, trees = rows["chain", 7], [rows["ddtree", budget] for budget in (16, 33, 64)]
+    assert chain["committed_per_forward"] >= 2.5
+    assert all(row["committed_per_forward"] > chain["committed_per_forward"] for row in trees)
+    assert trees[-1]["forwards_saved"] >= 3.5
+    assert trees[-1]["share"]["tree"] + trees[-1]["share"]["walk"] <= 0.02
+    for tp in (1, 2):
+        exact = measured(f"runtime/bench_results/cpu-exact{'-tp2' if tp == 2 else ''}.json")
+        assert (exact["tp"], exact["prompts"], exact["new_tokens"]) == (tp, 100, 128)
+        assert exact["exact"] and len(exact["rows"]) == 72
+    written = measured("tests/tiny_kimi/evaluation.json")
+    assert written["repeated_8grams"] <= 0.2
+    assert written["held_out_loss"] < written["bigram_loss"]
