@@ -75,7 +75,7 @@ def bench_exact(
             for temperature in temperatures:
                 part = list(enumerate(prompts))[team.index :: team.count]
                 rows += _exact_rows(engine, part, new_tokens, temperature, tell)
-    rows = _merged(team.everyones(rows), team.ranks.size)
+    rows = _merged(team.from_all(rows), team.ranks.size)
     return {
         "bench": "exact",
         "rank": team.process,

@@ -87,7 +87,7 @@ class Team(NamedTuple):
         """This process among those of all teams."""
         return self.index * self.ranks.size + self.ranks.rank
 
-    def everyones(self, value: Any) -> list[Any]:
+    def from_all(self, value: Any) -> list[Any]:
         """The `value` of every process of every team, in order."""
         if self.count * self.ranks.size == 1:
             return [value]

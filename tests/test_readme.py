@@ -66,7 +66,7 @@ def test_survival_is_what_was_found() -> None:
 def test_what_was_measured_is_what_must_hold() -> None:
     """The runtime's aims, on the committed measurements: none worse is committed quietly."""
 
-    def measured(path: str) -> dict:
+    def measured(path: str | Path) -> dict:
         return json.loads((ROOT / path).read_text())
 
     rows = {
@@ -82,6 +82,12 @@ def test_what_was_measured_is_what_must_hold() -> None:
         exact = measured(f"runtime/bench_results/cpu-exact{'-tp2' if tp == 2 else ''}.json")
         assert (exact["tp"], exact["prompts"], exact["new_tokens"]) == (tp, 100, 128)
         assert exact["exact"] and len(exact["rows"]) == 72
+    must = {1: 20, 9: 75, 16: 110, 33: 175, 90: 300, 330: 400, 1024: 560}  # µs of tp8 on an H200
+    files = sorted((ROOT / "runtime/bench_results").glob("h200-moe-*.json"))
+    for file in files:
+        us = {row["M"]: row["us"] for row in measured(file)["rows"] if row["shape"] == "tp8"}
+        assert all(us[m] <= limit for m, limit in must.items()), file.name
+    assert files
     written = measured("tests/tiny_kimi/evaluation.json")
     assert written["repeated_8grams"] <= 0.2
     assert written["held_out_loss"] < written["bigram_loss"]

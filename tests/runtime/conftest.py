@@ -1,9 +1,13 @@
 """What the runtime's tests share: golden tensors, seeded layers, and the skip without a GPU."""
 
+from pathlib import Path
+
 import pytest
 import torch
-from kit import DATA
+from kit import DATA, KIMI_MINI
 from safetensors.torch import load_file
+
+from kconvert.convert import convert
 
 torch.set_num_threads(1)  # small tensors: threads that wait for one another cost more than they do
 
@@ -21,3 +25,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def golden() -> dict[str, torch.Tensor]:
     """vLLM's Marlin tensors."""
     return load_file(DATA / "marlin_cases.safetensors")
+
+
+@pytest.fixture(scope="session")
+def mini(tmp_path_factory) -> dict[str, Path]:
+    """kimi-mini converted, by layout; to be read only."""
+    root = tmp_path_factory.mktemp("mini")
+    for layout in ("marlin", "w4a16"):
+        convert(KIMI_MINI, root / layout, layout=layout)
+    return {layout: root / layout for layout in ("marlin", "w4a16")}

@@ -49,18 +49,10 @@ class ScriptedDrafter:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("blobs")
-    for layout in ("marlin", "w4a16"):
-        convert(KIMI_MINI, root / layout, layout=layout)
-    return {layout: root / layout for layout in ("marlin", "w4a16")}
-
-
-@pytest.fixture(scope="module")
-def engines(folders) -> dict[tuple[str, str], Engine]:
+def engines(mini) -> dict[tuple[str, str], Engine]:
     return {
         (layout, dtype): Engine.open(folder, dtype=dtype)
-        for layout, folder in folders.items()
+        for layout, folder in mini.items()
         for dtype in ("float32", "bfloat16")
     }
 
@@ -242,7 +234,7 @@ def test_refused(arguments, words: str, engines) -> None:
         engines["marlin", "float32"].generate(*arguments)
 
 
-def test_blobs_that_cannot_be_run(folders, tmp_path: Path) -> None:
+def test_blobs_that_cannot_be_run(mini, tmp_path: Path) -> None:
     import shutil
 
     convert(KIMI_MINI, tmp_path / "two", tp=2)
@@ -253,7 +245,7 @@ def test_blobs_that_cannot_be_run(folders, tmp_path: Path) -> None:
         Engine.open(tmp_path / "part")
     with pytest.raises(KconvertError, match=r"has no kconvert\.json"):
         Engine.open(KIMI_MINI)
-    out = Path(shutil.copytree(folders["marlin"], tmp_path / "out"))
+    out = Path(shutil.copytree(mini["marlin"], tmp_path / "out"))
     (out / "common/layer-00001.safetensors").unlink()
     with pytest.raises(CheckpointError, match="is missing or was changed"):
         Engine.open(out)
@@ -268,9 +260,9 @@ def test_logits_that_are_not_finite(engines, monkeypatch) -> None:
         engine.generate([1, 2], 4)
 
 
-def test_opening_maps_and_does_not_read(folders) -> None:
+def test_opening_maps_and_does_not_read(mini) -> None:
     """Weights are views of the mapped files."""
-    blobs = Engine.open(folders["marlin"]).model.blobs
+    blobs = Engine.open(mini["marlin"]).model.blobs
     tensor = blobs.get("model.embed_tokens.weight", (512, 256))
     while not isinstance(tensor, np.memmap):
         tensor = tensor.base

@@ -22,18 +22,10 @@ ONE = f"rank-00000-of-00001/{LAYER1}"
 AGAIN = "delete the file and run the same `kconvert convert` command again"
 
 
-@pytest.fixture(scope="module")
-def originals(tmp_path_factory) -> dict[str, Path]:
-    root = tmp_path_factory.mktemp("blobs")
-    for layout in ("marlin", "w4a16"):
-        convert(KIMI_MINI, root / layout, layout=layout)
-    return {layout: root / layout for layout in ("marlin", "w4a16")}
-
-
 @pytest.fixture
-def blobs(request, originals, tmp_path: Path) -> Path:
+def blobs(request, mini, tmp_path: Path) -> Path:
     """A copy to be damaged; of marlin, if not asked for another."""
-    return Path(shutil.copytree(originals[getattr(request, "param", "marlin")], tmp_path / "out"))
+    return Path(shutil.copytree(mini[getattr(request, "param", "marlin")], tmp_path / "out"))
 
 
 def flip(path: Path, name: str, expert: int | None = None) -> str:
@@ -76,8 +68,8 @@ def test_a_flipped_bit_is_no_token(file, name, expert, blobs: Path) -> None:
 
 @pytest.mark.parametrize("blobs", ["marlin", "w4a16"], indirect=True)
 @pytest.mark.parametrize("part", ["w13_weight_packed", "w2_weight_scale"])
-def test_an_expert_is_read_when_it_is_used(part, blobs: Path, originals) -> None:
-    sound = Blobs(originals[blobs_layout(blobs)], Ranks())
+def test_an_expert_is_read_when_it_is_used(part, blobs: Path, mini) -> None:
+    sound = Blobs(mini[blobs_layout(blobs)], Ranks())
     flip(blobs / ONE, part, 5)
     opened = Blobs(blobs, Ranks())
     for expert in (0, 4, 6, 7):
@@ -100,10 +92,10 @@ def test_an_expert_is_named_as_in_the_model(tmp_path: Path) -> None:
         Blobs(tmp_path / "out", Ranks(1, 2)).expert(f"{EXPERTS}w2_weight_packed", 1)
 
 
-def test_a_tensor_is_hashed_once_and_not_copied(originals, monkeypatch) -> None:
+def test_a_tensor_is_hashed_once_and_not_copied(mini, monkeypatch) -> None:
     from kconvert.runtime import weights
 
-    opened, hashed, real = Blobs(originals["marlin"], Ranks()), [], weights.digest
+    opened, hashed, real = Blobs(mini["marlin"], Ranks()), [], weights.digest
     monkeypatch.setattr(weights, "digest", lambda data: hashed.append(data) or real(data))
     for _ in range(2):
         array = opened.get("model.norm.weight", (256,))
@@ -153,14 +145,14 @@ def test_a_changed_header(file, blobs: Path) -> None:
         Engine.open(blobs)
 
 
-def test_what_the_sentence_advises(blobs: Path, originals) -> None:
+def test_what_the_sentence_advises(blobs: Path, mini) -> None:
     for file, name in ((ONE, "w2_weight_scale"), (f"common/{LAYER1}", "o_proj.weight")):
         flip(blobs / file, name)
         convert(KIMI_MINI, blobs)
-        assert tree(blobs) != tree(originals["marlin"])  # what is there is kept
+        assert tree(blobs) != tree(mini["marlin"])  # what is there is kept
         (blobs / file).unlink()
         convert(KIMI_MINI, blobs)
-    assert tree(blobs) == tree(originals["marlin"])
+    assert tree(blobs) == tree(mini["marlin"])
 
 
 @pytest.mark.parametrize("layout", ["marlin", "w4a16"])
@@ -180,10 +172,10 @@ def test_f16_is_refused(tensors, file, layout, tmp_path: Path) -> None:
         Engine.open(tmp_path / "out")
 
 
-def test_a_vision_tower_may_be_f16(tmp_path: Path, originals) -> None:
+def test_a_vision_tower_may_be_f16(tmp_path: Path, mini) -> None:
     convert(in_f16(tmp_path / "source", r"vision_tower\."), tmp_path / "out")
     found = Engine.open(tmp_path / "out").logits(TEXT[:4])
-    assert np.array_equal(found, Engine.open(originals["marlin"]).logits(TEXT[:4]))
+    assert np.array_equal(found, Engine.open(mini["marlin"]).logits(TEXT[:4]))
 
 
 def in_f16(folder: Path, tensors: str) -> Path:
@@ -217,8 +209,8 @@ def test_a_bias_is_refused(tmp_path: Path) -> None:
         Engine.open(tmp_path / "out")
 
 
-def test_absent_and_misshapen(originals) -> None:
-    opened = Blobs(originals["w4a16"], Ranks())
+def test_absent_and_misshapen(mini) -> None:
+    opened = Blobs(mini["w4a16"], Ranks())
     with pytest.raises(CheckpointError, match=r"model\.none\.weight is in no blob of rank 0"):
         opened.get("model.none.weight", (1,))
     with pytest.raises(CheckpointError, match=r"outer.*model\.norm\.weight: expected \[1\] from"):
