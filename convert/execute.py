@@ -19,15 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kconvert.convert.output.publish import Place
+from kconvert.convert.output.writer import BlobWriter
 from kconvert.convert.plan import Job, Plan
 from kconvert.convert.progress import Meter
-from kconvert.convert.publish import Place
 from kconvert.convert.source import Source
-from kconvert.convert.writer import BlobWriter
 from kconvert.layouts.blob import BlobTensor
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.compressed_tensors import QuantizedMatrix, check_weight_shape
 from kconvert.layouts.errors import KconvertError
+from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, check_weight_shape
 from kconvert.layouts.model import Expert
 from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch
 from kconvert.layouts.sharding import RankSlice, stacked_names

@@ -4,7 +4,8 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from kconvert.layouts.checkpoint import read_checkpoint, text_config
+from kconvert.layouts.checkpoint import read_checkpoint
+from kconvert.layouts.fields import text_config
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, read_manifest
 from kconvert.layouts.model import groups_text, read_model
 

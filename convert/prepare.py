@@ -8,11 +8,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from kconvert.convert import output as judge
-from kconvert.convert import publish
 from kconvert.convert.execute import memory_bound
-from kconvert.convert.outline import Outline, read_outline
-from kconvert.convert.output import Found
+from kconvert.convert.output import publish
+from kconvert.convert.output import state as judge
+from kconvert.convert.output.outline import Outline, read_outline
+from kconvert.convert.output.state import Found
 from kconvert.convert.plan import Plan, Target, make_plan
 from kconvert.convert.progress import Work
 from kconvert.convert.share import Share

@@ -3,9 +3,9 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from kconvert.convert import publish
 from kconvert.convert.execute import execute
-from kconvert.convert.outline import OUTLINE_NAME, Outline, read_outline
+from kconvert.convert.output import publish
+from kconvert.convert.output.outline import OUTLINE_NAME, Outline, read_outline
 from kconvert.convert.prepare import Prepared, looked_at
 from kconvert.convert.progress import Meter, Stage
 from kconvert.layouts.errors import OutputError

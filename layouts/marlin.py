@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.repack import TILE_K, TILE_N, jit, repack_marlin, transpose_scales
+from kconvert.layouts.numba_jit import jit
+from kconvert.layouts.repack import TILE_K, TILE_N, repack_marlin, transpose_scales
 
 NAME = "marlin"
 

@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
-from kconvert.layouts.compressed_tensors import QuantizedMatrix, quantized_matrix
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.sharding import PROJECTIONS, ModelDims, Place, expert_base, model_dims, place
+from kconvert.layouts.families.deepseek_v3 import PROJECTIONS, Place, expert_base, model_dims, place
+from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, quantized_matrix
+from kconvert.layouts.sharding import ModelDims
 
 OUTER, VISION = "outer", "vision"
 

@@ -1,8 +1,5 @@
 """The fast CPU kernels: INT4 weights into Marlin tiles, scales into Marlin's order.
 
-Built on numba: no compiler at install, and compiled once a machine (numba's own cache, which
-falls back to the user's cache folder where the install folder is read-only).
-
 How a Marlin tile (16 k × 64 n) is made. Within a tile, row n = 16d + 8h + a of the source holds
 16 nibbles: two words, for k < 8 and k ≥ 8. The 16 output words for one `a` lie side by side and
 draw on the 8 rows (d, h). So for 8 rows × 8 k-tiles, one 64-byte line a row:
@@ -17,15 +14,15 @@ loop is arranged for memory: a source line is read once and prefetched one block
 are too far apart for the hardware to see the pattern), an output line is written whole.
 """
 
-from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy as np
 from llvmlite import ir
 from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
+
+from kconvert.layouts.numba_jit import jit
 
 _I8, _I32, _I64 = ir.IntType(8), ir.IntType(32), ir.IntType(64)
 _LANES = ir.VectorType(_I64, 8)
@@ -35,14 +32,6 @@ TILE_K, TILE_N = 16, 64
 _TILE_WORDS = TILE_K * TILE_N // 8
 _BLOCK_K_TILES = 8  # k-tiles a step: 64 bytes, one cache line, of every source row
 _BLOCK_WORDS = 2 * _BLOCK_K_TILES
-
-
-def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """Compile with numba at first call, without the GIL, cached on disk where that is possible."""
-    try:
-        return numba.njit(nogil=True, cache=True, **options)(function)
-    except RuntimeError:  # no folder anywhere that numba could write its cache to
-        return numba.njit(nogil=True, **options)(function)
 
 
 def _indices(values: list[int]) -> ir.Constant:

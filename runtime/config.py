@@ -4,15 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kconvert.layouts.checkpoint import (
-    CONFIG_NAME,
-    natural,
-    positive,
-    read_json,
-    real,
-    text_config,
-)
+from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.fields import CONFIG_NAME, natural, positive, real, text_config
 from kconvert.runtime.rope import Yarn, mscale
 
 GENERATION_NAME = "generation_config.json"

@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.runtime.budget import CostCurve, Pauses, rates
+from kconvert.runtime.backends.cpu import REACH
 from kconvert.runtime.config import read_config
-from kconvert.runtime.cpu_ops import REACH
-from kconvert.runtime.ddtree import Tree, build_tree, chain, top_k, walk
-from kconvert.runtime.drafter import Drafter
-from kconvert.runtime.drafter_config import TargetDims
+from kconvert.runtime.distributed import Ranks
+from kconvert.runtime.drafting.budget import CostCurve, Pauses, rates
+from kconvert.runtime.drafting.ddtree import Tree, build_tree, chain, top_k, walk
+from kconvert.runtime.drafting.dflash import Drafter
+from kconvert.runtime.drafting.dflash_config import TargetDims
 from kconvert.runtime.model import DTYPES, Model
-from kconvert.runtime.ranks import Ranks
 from kconvert.runtime.sampling import pick
 from kconvert.runtime.step import drafted, sequence
 from kconvert.runtime.weights import Blobs

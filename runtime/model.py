@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.sharding import Parallelism, rank_experts, stacked_names
-from kconvert.runtime import cpu_ops as ops
 from kconvert.runtime import rope
+from kconvert.runtime.backends import cpu as ops
 from kconvert.runtime.config import ModelConfig
-from kconvert.runtime.ranks import Ranks
+from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.step import Step
 from kconvert.runtime.weights import Blobs
 

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.repack import jit
+from kconvert.layouts.numba_jit import jit
 
 
 def pick(

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from kconvert.layouts.errors import CheckpointError
+from kconvert.runtime.distributed import ranks_from_environment
 from kconvert.runtime.engine import AUTO, Engine, Generation
-from kconvert.runtime.ranks import ranks_from_environment
 from kconvert.runtime.tokenizer import RANKS_NAME, Tokenizer
 
 

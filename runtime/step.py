@@ -5,9 +5,9 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.repack import jit
-from kconvert.runtime.cpu_ops import REACH, SPLIT, prefix_length
-from kconvert.runtime.ddtree import Tree
+from kconvert.layouts.numba_jit import jit
+from kconvert.runtime.backends.cpu import REACH, SPLIT, prefix_length
+from kconvert.runtime.drafting.ddtree import Tree
 
 Ints = NDArray[np.int64]
 

@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, rank_folder, read_blob
-from kconvert.layouts.checkpoint import CONFIG_NAME
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION
@@ -17,7 +17,7 @@ from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism, rank_experts, stacked_names
 from kconvert.runtime import tokenizer
 from kconvert.runtime.config import GENERATION_NAME
-from kconvert.runtime.ranks import Ranks
+from kconvert.runtime.distributed import Ranks
 
 _NUMPY = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32}
 _FLOATS, _WORDS = ("BF16", "F32"), ("I32",)

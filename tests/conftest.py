@@ -8,7 +8,7 @@ from typing import NamedTuple
 import kit
 import pytest
 
-from kconvert.convert import cli
+from kconvert.convert.cli import main as cli
 
 
 class Outcome(NamedTuple):

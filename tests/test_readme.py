@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kconvert.convert import text
+from kconvert.convert.cli import text
 
 ROOT = Path(__file__).parent.parent
 
@@ -13,14 +13,14 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("file", "show"),
     [
-        ("convert/bench_results/repack.json", text.bench_repack_text),
-        ("convert/bench_results/repack-16-cores.json", text.bench_repack_text),
-        ("convert/bench_results/convert.json", text.bench_convert_text),
-        ("convert/bench_results/plan.json", text.bench_plan_text),
-        ("runtime/bench_results/cpu-decode.json", text.bench_decode_text),
-        ("runtime/bench_results/cpu-exact.json", text.bench_exact_text),
-        ("runtime/bench_results/cpu-exact-tp2.json", text.bench_exact_text),
-        ("runtime/bench_results/h200-moe-2026-11-29.json", text.bench_moe_text),
+        ("convert/bench/results/repack.json", text.bench_repack_text),
+        ("convert/bench/results/repack-16-cores.json", text.bench_repack_text),
+        ("convert/bench/results/convert.json", text.bench_convert_text),
+        ("convert/bench/results/plan.json", text.bench_plan_text),
+        ("runtime/bench/results/cpu-decode.json", text.bench_decode_text),
+        ("runtime/bench/results/cpu-exact.json", text.bench_exact_text),
+        ("runtime/bench/results/cpu-exact-tp2.json", text.bench_exact_text),
+        ("runtime/bench/results/h200-moe-2026-11-29.json", text.bench_moe_text),
     ],
 )
 def test_table_is_what_was_measured(file: str, show) -> None:
@@ -71,7 +71,7 @@ def test_what_was_measured_is_what_must_hold() -> None:
 
     rows = {
         (row["mode"], row["budget"]): row
-        for row in measured("runtime/bench_results/cpu-decode.json")["rows"]
+        for row in measured("runtime/bench/results/cpu-decode.json")["rows"]
     }
     chain, trees = rows["chain", 7], [rows["ddtree", budget] for budget in (16, 33, 64)]
     assert chain["committed_per_forward"] >= 2.5
@@ -79,11 +79,11 @@ def test_what_was_measured_is_what_must_hold() -> None:
     assert trees[-1]["forwards_saved"] >= 3.5
     assert trees[-1]["share"]["tree"] + trees[-1]["share"]["walk"] <= 0.02
     for tp in (1, 2):
-        exact = measured(f"runtime/bench_results/cpu-exact{'-tp2' if tp == 2 else ''}.json")
+        exact = measured(f"runtime/bench/results/cpu-exact{'-tp2' if tp == 2 else ''}.json")
         assert (exact["tp"], exact["prompts"], exact["new_tokens"]) == (tp, 100, 128)
         assert exact["exact"] and len(exact["rows"]) == 72
     must = {1: 20, 9: 75, 16: 110, 33: 175, 90: 300, 330: 400, 1024: 560}  # µs of tp8 on an H200
-    files = sorted((ROOT / "runtime/bench_results").glob("h200-moe-*.json"))
+    files = sorted((ROOT / "runtime/bench/results").glob("h200-moe-*.json"))
     for file in files:
         us = {row["M"]: row["us"] for row in measured(file)["rows"] if row["shape"] == "tp8"}
         assert all(us[m] <= limit for m, limit in must.items()), file.name

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kconvert.layouts import blob
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.compressed_tensors import QuantizedMatrix
+from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.model import Expert
 from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch

@@ -9,20 +9,15 @@ from pathlib import Path
 import numpy as np
 
 from kconvert.layouts.blob import COMMON_FOLDER
-from kconvert.layouts.checkpoint import CONFIG_NAME, Checkpoint, read_checkpoint, read_json
+from kconvert.layouts.checkpoint import Checkpoint, read_checkpoint, read_json
 from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.families.deepseek_v3 import model_dims
+from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION, Group, read_model
 from kconvert.layouts.reader import Reader, Scratch
 from kconvert.layouts.registry import layout_named
-from kconvert.layouts.sharding import (
-    ModelDims,
-    Parallelism,
-    RankSlice,
-    model_dims,
-    rank_slice,
-    stacked_names,
-)
+from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice, stacked_names
 from kconvert.validate import structure
 from kconvert.validate.content import ExpertCheck, check_whole, codes
 from kconvert.validate.findings import Finding, Validation

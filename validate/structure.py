@@ -8,8 +8,8 @@ from typing import NamedTuple
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.compressed_tensors import SCALE_DTYPES
 from kconvert.layouts.errors import CheckpointError, OutputError
+from kconvert.layouts.formats.compressed_tensors import SCALE_DTYPES
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, FileEntry, Manifest
 from kconvert.layouts.model import OUTER, layer_name

@@ -13,9 +13,9 @@ import pytest
 from kit import KIMI_MINI, LAYER1, SHARD, change_json, copy_mini, load, tree, write
 
 from kconvert.convert import convert, execute
+from kconvert.convert.output.writer import BlobWriter
 from kconvert.convert.prepare import Options, prepare
 from kconvert.convert.run import run
-from kconvert.convert.writer import BlobWriter
 from kconvert.layouts.checkpoint import read_checkpoint
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
 from kconvert.validate import validate
@@ -98,7 +98,8 @@ def test_interrupted_and_resumed(sign: signal.Signals, tmp_path: Path) -> None:
     out = tmp_path / "out"
     slow = (
         "import sys, time\n"
-        "from kconvert.convert import cli, writer\n"
+        "from kconvert.convert.cli import main as cli\n"
+        "from kconvert.convert.output import writer\n"
         "real = writer.BlobWriter.write_expert\n"
         "def write(self, tensor, index, data):\n"
         "    time.sleep(0.02); real(self, tensor, index, data)\n"
@@ -288,7 +289,7 @@ def test_memory_stays_within_the_stated_bound(tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from kconvert.convert.bench import PeakMemory\n"
+        "from kconvert.convert.bench.machine import PeakMemory\n"
         "from kconvert.convert.execute import memory_bound\n"
         "from kconvert.convert.prepare import Options, prepare\n"
         "from kconvert.convert.run import run\n"
@@ -299,7 +300,7 @@ def test_memory_stays_within_the_stated_bound(tmp_path: Path) -> None:
         "with PeakMemory() as memory: run(prepared)\n"
         "print(memory.peak - memory.start, memory_bound(prepared.plan, 2))\n"
     )
-    from kconvert.convert.synth import synth
+    from kconvert.convert.synth.write import synth
 
     synth(tmp_path / "source", "k2.6", layers=[1, 2, 3, 4], experts=4)
     grown = []

@@ -11,9 +11,9 @@ from kit import KIMI_MINI
 
 from kconvert.convert.plan import Target, check_accounts, make_plan
 from kconvert.convert.prepare import Options, prepare
-from kconvert.convert.presets import PRESETS, shards
-from kconvert.convert.source import open_local
-from kconvert.convert.synth import file_order, shard_bytes, shard_header, synth
+from kconvert.convert.source.local import open_local
+from kconvert.convert.synth.presets import PRESETS, shards
+from kconvert.convert.synth.write import file_order, shard_bytes, shard_header, synth
 from kconvert.layouts.blob import PAGE, encode_header
 from kconvert.layouts.errors import KconvertError
 from kconvert.layouts.model import read_model
@@ -48,7 +48,7 @@ def test_k26_plan_is_quick_and_small(k26: Path, tmp_path: Path) -> None:
     """As a user rehearses it: `convert --dry-run` in a process of its own."""
     code = (
         "import sys\n"
-        "from kconvert.convert import cli\n"
+        "from kconvert.convert.cli import main as cli\n"
         "try: cli.main()\n"
         "finally:\n"
         "    status = open('/proc/self/status').read()\n"
@@ -132,7 +132,7 @@ def test_help_is_quick_to_load() -> None:
     """The modules that cost start-up time are not loaded for --help."""
     code = (
         "import sys\n"
-        "from kconvert.convert import cli\n"
+        "from kconvert.convert.cli import main as cli\n"
         "sys.argv = ['kconvert', '--help']\n"
         "try: cli.main()\n"
         "finally: print(sorted({'numba', 'numpy', 'torch'} & set(sys.modules)), file=sys.stderr)\n"

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from kconvert.convert.cli_common import reporting
+from kconvert.convert.cli.common import reporting
 from kconvert.convert.progress import STAGES, Meter, Stage, Work, hours, seconds_left, status_line
 
 GB = 10**9

@@ -511,7 +511,7 @@ def test_truncated_blob_is_not_taken_for_whole(mini: Path, tmp_path: Path, kconv
 
 def test_another_run_on_the_same_output(mini: Path, tmp_path: Path, kconvert) -> None:
     out = tmp_path / "out"
-    owner = "from kconvert.convert.owner import owned\nfrom pathlib import Path\nimport sys\n"
+    owner = "from kconvert.convert.output.lock import owned\nfrom pathlib import Path\nimport sys\n"
     owner += "with owned(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
     (out / ".kconvert").mkdir(parents=True)
     with subprocess.Popen(
@@ -592,7 +592,7 @@ def test_no_permission(mini: Path, tmp_path: Path) -> None:
         locked.chmod(0o555)
     code = (
         "import contextlib, os, sys, tqdm\n"
-        "from kconvert.convert import cli\n"
+        "from kconvert.convert.cli import main as cli\n"
         f"sys.argv = ['kconvert', 'convert', {str(mini)!r}, {str(locked / 'out')!r}]\n"
         "sys.argv.append('--dry-run')  # loads all the code that the other user may not read\n"
         "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None): cli.main()\n"

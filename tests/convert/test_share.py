@@ -13,7 +13,7 @@ from hub.server import Hub, environment
 from kit import KIMI_MINI, tree
 
 from kconvert.convert import convert
-from kconvert.convert.owner import owned
+from kconvert.convert.output.lock import owned
 from kconvert.convert.share import Share, parse_share, share_of_launcher
 from kconvert.layouts.errors import UnsupportedError
 

@@ -6,7 +6,7 @@ import numpy as np
 from kit import load, marlin_formula
 
 from kconvert.convert import convert
-from kconvert.convert.synth import synth
+from kconvert.convert.synth.write import synth
 from kconvert.validate import validate
 
 EXPERTS = 16
@@ -74,8 +74,8 @@ def test_kimi_mini_has_the_samples_headers() -> None:
 
     from kit import KIMI_MINI
 
-    from kconvert.convert.presets import PRESETS, shards
-    from kconvert.convert.synth import file_order, shard_header
+    from kconvert.convert.synth.presets import PRESETS, shards
+    from kconvert.convert.synth.write import file_order, shard_header
     from kconvert.layouts.header import read_header
 
     preset = PRESETS["kimi-mini"]

@@ -19,10 +19,12 @@ from fuzz.folders import (
     split,
 )
 
-from kconvert.convert import inspect, prepare, text
+from kconvert.convert import inspect, prepare
+from kconvert.convert.cli import text
 from kconvert.convert.prepare import Options
 from kconvert.layouts import header
-from kconvert.runtime import config, drafter_config, rope, tokenizer
+from kconvert.runtime import config, rope, tokenizer
+from kconvert.runtime.drafting import dflash_config as drafter_config
 from kconvert.validate import validate
 
 _BOMB = 1 / 2000  # of the cases that read JSON: a second each, where it is not refused by size

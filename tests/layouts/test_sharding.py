@@ -4,9 +4,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kconvert.layouts.compressed_tensors import Quantization
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.sharding import ModelDims, Parallelism, Place, place, rank_slice
+from kconvert.layouts.families.deepseek_v3 import Place, place
+from kconvert.layouts.formats.compressed_tensors import Quantization
+from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
 
 LAYER = "language_model.model.layers."
 

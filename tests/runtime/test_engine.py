@@ -11,7 +11,7 @@ from kit import KIMI_MINI
 
 from kconvert.convert import convert
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
-from kconvert.runtime.budget import CostCurve, Pauses
+from kconvert.runtime.drafting.budget import CostCurve, Pauses
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.model import Model
 from kconvert.runtime.step import sequence

@@ -7,8 +7,8 @@ import sys
 from pathlib import Path
 
 from kconvert.convert import convert
-from kconvert.convert.presets import PRESETS
-from kconvert.convert.synth import synth
+from kconvert.convert.synth.presets import PRESETS
+from kconvert.convert.synth.write import synth
 
 _SCRIPT = """
 import json, sys

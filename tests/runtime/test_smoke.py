@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from kit import KIMI_MINI, change_json
 
-from kconvert.convert import cli, convert
+from kconvert.convert import convert
+from kconvert.convert.cli import main as cli
 from kconvert.runtime import smoke
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.tokenizer import Tokenizer

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kconvert.convert import convert
-from kconvert.runtime.bench_decode import read_prompts
+from kconvert.runtime.bench.prompts import read_prompts
 from kconvert.runtime.engine import Engine
 from kconvert.runtime.smoke import first_difference
 from kconvert.validate import validate

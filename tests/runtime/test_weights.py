@@ -11,8 +11,8 @@ from kit import KIMI_MINI, change_json, copy_mini, load, tree, write
 from kconvert.convert import convert
 from kconvert.layouts.blob import read_blob
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.engine import Engine
-from kconvert.runtime.ranks import Ranks
 from kconvert.runtime.weights import Blobs
 
 TEXT = np.random.default_rng(2).integers(0, 512, 150).tolist()  # needs every expert of every layer

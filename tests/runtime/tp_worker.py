@@ -6,8 +6,8 @@ from pathlib import Path
 import numpy as np
 from test_engine import NEW, PROMPT, bits, speculate
 
+from kconvert.runtime.distributed import ranks_from_environment
 from kconvert.runtime.engine import Engine
-from kconvert.runtime.ranks import ranks_from_environment
 
 blobs, out, dtype = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 ranks = ranks_from_environment()

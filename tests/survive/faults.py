@@ -21,7 +21,7 @@ from kit import KIMI_MINI
 from survive import impatient
 from survive.runs import Case, finish, report, start, undisturbed, wrong
 
-from kconvert.convert.synth import synth
+from kconvert.convert.synth.write import synth
 
 MINI, LARGE = "test/mini", "test/large"
 _SCALE = 0.02  # of every pause

@@ -14,7 +14,9 @@ def main() -> None:
     scale = float(sys.argv.pop(1))
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds * scale)
-    from kconvert.convert import arrivals, cli, hub
+    from kconvert.convert.cli import main as cli
+    from kconvert.convert.source import download as arrivals
+    from kconvert.convert.source import repo as hub
 
     pause = arrivals.Arrivals._pause
     arrivals.Arrivals._pause = lambda self, seconds: pause(self, seconds * scale)

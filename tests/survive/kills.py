@@ -22,7 +22,7 @@ from kit import KIMI_MINI
 from survive.runs import MANIFEST, WORK, Case, finish, names, published, report, start, wrong
 from survive.runs import digests as digests_of
 
-from kconvert.convert.synth import synth
+from kconvert.convert.synth.write import synth
 
 MINI, LARGE = "test/mini", "test/large"
 SIGNALS = (signal.SIGKILL,) * 4 + (signal.SIGTERM, signal.SIGINT)

@@ -16,7 +16,7 @@ from hub.server import Hub, environment
 from hub.throttle import Throttle
 from survive.runs import Case, finish, report, start
 
-from kconvert.convert.synth import synth
+from kconvert.convert.synth.write import synth
 
 BANDWIDTH = 0.2e9
 BUFFERED = 0.1  # seconds

@@ -21,8 +21,9 @@ from kit import KIMI_MINI, copy_mini, load, write
 from survive.disk import Call, Disk, KilledError
 from survive.runs import MANIFEST, WORK, digests, published, report, wrong
 
-from kconvert.convert import convert, owner
-from kconvert.convert.writer import BlobWriter
+from kconvert.convert import convert
+from kconvert.convert.output import lock as owner
+from kconvert.convert.output.writer import BlobWriter
 from kconvert.layouts.blob import digest, read_blob
 from kconvert.layouts.errors import KconvertError, UnavailableError
 from kconvert.layouts.manifest import read_manifest

@@ -12,7 +12,7 @@ from survive.kills import kills
 from survive.power import SITUATIONS, power
 from survive.runs import WORK, digests, wrong
 
-from kconvert.convert import publish, writer
+from kconvert.convert.output import publish, writer
 
 
 def test_kills(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""`kconvert bench repack`, `convert` and `plan`: ratios, measured pair by pair in one run."""

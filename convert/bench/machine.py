@@ -1,0 +1,53 @@
+"""What a figure depends on, and what a measurement needs: the machine, time, memory."""
+
+import threading
+import time
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from kconvert.convert.doctor import probe
+
+
+def machine() -> dict[str, Any]:
+    """What a figure depends on."""
+    cpu = probe.cpu()
+    return {
+        "cpu": cpu["model"],
+        "cores": cpu["cores"],
+        "numba": version("numba"),
+        "numpy": version("numpy"),
+        "date": time.strftime("%Y-%m-%d"),
+    }
+
+
+class PeakMemory:
+    """Samples this process's private memory every 5 ms: `start` and `peak` in bytes."""
+
+    def __enter__(self) -> "PeakMemory":
+        self.start = self.peak = _private_bytes()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._sample)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._stop.wait(0.005):
+            self.peak = max(self.peak, _private_bytes())
+
+
+def _private_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    kilobytes = next(s for s in status.splitlines() if s.startswith("RssAnon")).split()[1]
+    return 1024 * int(kilobytes)
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start

@@ -1,0 +1,43 @@
+"""`kconvert bench plan`: planning all of K2.6, and --help, as whole processes."""
+
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from kconvert.convert.bench.machine import machine
+from kconvert.convert.synth.write import synth
+
+
+def bench_plan(runs: int = 5) -> dict[str, Any]:
+    """Planning all of K2.6 (`convert --dry-run`, tp 8) and `--help`, each as a whole process."""
+    with tempfile.TemporaryDirectory(prefix="kconvert-bench-") as work:
+        source = Path(work) / "source"
+        synth(source, "k2.6", sparse=True)
+        plan = ["convert", str(source), f"{work}/out", "--tp", "8", "--dry-run", "--quiet"]
+        plans = [_process(plan) for _ in range(runs)]
+        helps = [_process(["--help"]) for _ in range(runs)]
+    return {
+        "bench": "plan",
+        "machine": machine(),
+        "pairs": runs,
+        "plan_seconds": statistics.median(seconds for seconds, _ in plans),
+        "plan_peak_bytes": max(peak for _, peak in plans),
+        "help_seconds": statistics.median(seconds for seconds, _ in helps),
+    }
+
+
+def _process(arguments: list[str]) -> tuple[float, int]:
+    """Seconds and peak resident bytes of a kconvert command, its start included."""
+    code = "from kconvert.convert.cli.main import main; main()"
+    start = time.perf_counter()
+    process = subprocess.Popen([sys.executable, "-c", code, *arguments], stdout=subprocess.DEVNULL)
+    _, status, usage = os.wait4(process.pid, 0)
+    seconds = time.perf_counter() - start
+    if status:
+        raise RuntimeError(f"kconvert {arguments[0]} ended with status {status}")
+    return seconds, 1024 * usage.ru_maxrss

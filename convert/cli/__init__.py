@@ -1,0 +1,1 @@
+"""The command line: every command, thin; errors → exit codes; results as text."""

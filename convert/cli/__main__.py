@@ -1,0 +1,5 @@
+"""`python -m kconvert.convert.cli`."""
+
+from kconvert.convert.cli.main import main
+
+main()

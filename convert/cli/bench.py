@@ -1,0 +1,135 @@
+"""`kconvert bench …`: what this machine does, each a table or one JSON object."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kconvert.convert.cli.common import Json, explained, folder_argument, show, to_stderr
+
+bench = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
+
+
+@bench.command("repack")
+@explained
+def bench_repack(as_json: Json = False) -> None:
+    """Marlin packing against a plain copy of the same bytes, on one core and on more."""
+    from kconvert.convert.bench.repack import bench_repack as measure
+    from kconvert.convert.cli import text
+
+    show(measure(), as_json, text.bench_repack_text, quiet=False)
+
+
+@bench.command("plan")
+@explained
+def bench_plan(as_json: Json = False) -> None:
+    """Planning all of K2.6, and --help, as whole processes."""
+    from kconvert.convert.bench.plan import bench_plan as measure
+    from kconvert.convert.cli import text
+
+    show(measure(), as_json, text.bench_plan_text, quiet=False)
+
+
+@bench.command("convert")
+@explained
+def bench_convert(
+    folder: Annotated[Path, folder_argument("Where to work; takes 20 GB for a while.")],
+    pairs: Annotated[int, typer.Option(min=1, help="Conversions and copies, in turn.")] = 5,
+    as_json: Json = False,
+) -> None:
+    """Converting a true-size K2.6 layer against copying its file, with sync."""
+    from kconvert.convert.bench.conversion import bench_convert as measure
+    from kconvert.convert.cli import text
+
+    show(measure(folder, pairs), as_json, text.bench_convert_text, quiet=False)
+
+
+@bench.command("moe")
+@explained
+def bench_moe(
+    shapes: Annotated[str, typer.Option(help="Of tp8, tp2, ep8.")] = "tp8,tp2,ep8",
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    seed: Annotated[int, typer.Option(help="Of weights and routing.", min=0)] = 0,
+    as_json: Json = False,
+) -> None:
+    """One K2.6 MoE layer's kernels on this GPU, against the time to only read its weights."""
+    from kconvert.convert.cli import text
+    from kconvert.runtime.bench import moe
+
+    names = shapes.split(",")
+    unknown = [name for name in names if name not in moe.SHAPES]
+    if unknown:
+        raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(moe.SHAPES)}")
+    result = moe.bench_moe(names, seed=seed, report=to_stderr)
+    if save is not None:
+        moe.save(result, save)
+    show(result, as_json, text.bench_moe_text, quiet=False)
+
+
+Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].')]
+Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
+NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
+
+
+@bench.command("decode")
+@explained
+def bench_decode(
+    output: Annotated[Path, folder_argument("A converted folder.")],
+    drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.")],
+    prompts: Prompts,
+    count: Count = None,
+    new_tokens: NewTokens = 128,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    picture: Annotated[
+        Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """ar, chains and trees of several budgets side by side, on the CPU.
+
+    A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert bench decode …
+    """
+    from kconvert.convert.cli import text
+    from kconvert.runtime.bench.decode import bench_decode as measure
+    from kconvert.runtime.bench.prompts import read_prompts
+
+    if picture is not None and picture.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"{picture} is neither .png nor .svg", param_hint="--picture")
+    if picture is not None and not picture.parent.is_dir():
+        raise typer.BadParameter(f"{picture.parent} is no folder here", param_hint="--picture")
+    chosen = read_prompts(prompts, count)
+    table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr)
+    if table["rank"] != 0:
+        return
+    show(table, as_json, text.bench_decode_text, quiet=False)
+    if picture is not None:
+        from kconvert.runtime.bench.picture import decode_picture
+
+        decode_picture(table, picture)
+
+
+@bench.command("exact")
+@explained
+def bench_exact(
+    drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.")],
+    prompts: Prompts,
+    outputs: Annotated[list[Path], typer.Argument(help="Converted folders.")],
+    count: Count = None,
+    new_tokens: NewTokens = 128,
+    as_json: Json = False,
+) -> None:
+    """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs.
+
+    Folders for N ranks: torchrun --nproc-per-node N --no-python kconvert bench exact …
+    Of a multiple of N processes, every N take a part of the prompts.
+    """
+    from kconvert.convert.cli import text
+    from kconvert.runtime.bench.exact import bench_exact as measure
+    from kconvert.runtime.bench.prompts import read_prompts
+
+    chosen = read_prompts(prompts, count)
+    table = measure(outputs, drafter, chosen, new_tokens, to_stderr)
+    if table["rank"] == 0:
+        show(table, as_json, text.bench_exact_text, quiet=False)
+    if not table["exact"]:
+        raise typer.Exit(1)

@@ -1,0 +1,303 @@
+"""Every command, thin: options in, a call, a printed result. `bench` is in bench.py."""
+
+import io
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Annotated, NoReturn
+
+import typer
+
+from kconvert.convert.cli.bench import bench
+from kconvert.convert.cli.common import (
+    INTERRUPTED,
+    Json,
+    Layers,
+    Quiet,
+    Workers,
+    explained,
+    folder,
+    folder_argument,
+    interrupted,
+    numbers,
+    progress_bar,
+    reporting,
+    show,
+    to_stderr,
+)
+
+app = typer.Typer(
+    help="Compile quantised MoE checkpoints into per-GPU blobs, offline, with a proof.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.add_typer(bench, name="bench")
+
+
+CacheDir = Annotated[
+    Path | None, typer.Option(parser=folder, help="huggingface_hub's cache, if not its own.")
+]
+
+
+def main() -> None:
+    """The console script: `run`, and an end to all threads."""
+    try:
+        run()
+    except SystemExit as ended:
+        if ended.code:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            # Threads may be waiting for a server that says nothing.
+            os._exit(ended.code if isinstance(ended.code, int) else 1)
+        for sign in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(sign, signal.SIG_IGN)  # all is done and said; Python may end in peace
+        raise
+
+
+def run() -> None:
+    """The command line of `sys.argv`; ends in SystemExit."""
+    signal.signal(signal.SIGTERM, _interrupt)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal may lack a character
+    ended: int | str | None
+    try:
+        app(prog_name="kconvert")
+    except KeyboardInterrupt:  # before typer was at work; afterwards it makes this of it:
+        ended = INTERRUPTED
+    except SystemExit as over:
+        ended = over.code
+    if ended == INTERRUPTED:
+        to_stderr(f"kconvert: {interrupted()}")
+    raise SystemExit(ended)
+
+
+def _interrupt(*_: object) -> NoReturn:
+    raise KeyboardInterrupt
+
+
+@app.command()
+@explained
+def convert(
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="A checkpoint's folder, or its name on the Hub.")
+    ],
+    output: Annotated[Path, folder_argument("The folder to write; resumed if it is there.")],
+    layout: Annotated[str, typer.Option(help="marlin or w4a16.")] = "marlin",
+    tp: Annotated[int, typer.Option(help="World size: ranks, one a GPU.")] = 1,
+    ep: Annotated[int, typer.Option(help="Expert parallelism; divides tp.")] = 1,
+    layers: Layers = None,
+    ranks: Annotated[str | None, typer.Option(help="Only these ranks' blobs: 0,3.")] = None,
+    revision: Annotated[
+        str | None, typer.Option(help="Branch, tag or commit on the Hub; main if not given.")
+    ] = None,
+    cache_dir: CacheDir = None,
+    keep_shards: Annotated[
+        bool, typer.Option("--keep-shards", help="Download into the cache; delete nothing.")
+    ] = False,
+    shard: Annotated[
+        str | None, typer.Option(help="Only share I of N, I/N; given by torchrun and srun.")
+    ] = None,
+    workers: Workers = None,
+    text_only: Annotated[bool, typer.Option(help="Leave the vision tower out.")] = False,
+    overwrite: Annotated[bool, typer.Option(help="Replace what another run wrote.")] = False,
+    dry_run: Annotated[bool, typer.Option(help="Print the plan; write nothing.")] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compile a checkpoint into one folder of blobs a GPU.
+
+    Several machines on one output: each runs the same command as its share, by --shard or as a
+    launcher says (RANK and WORLD_SIZE, or srun's variables).
+    """
+    from kconvert.convert.cli import text
+    from kconvert.convert.prepare import Options, prepare
+    from kconvert.convert.run import run as carry_out
+    from kconvert.convert.share import parse_share, share_of_launcher
+
+    if not source:
+        raise typer.BadParameter("it is empty", param_hint="SOURCE")
+    options = Options(
+        layout, tp, ep, numbers("--layers", layers), numbers("--ranks", ranks),
+        text_only, overwrite, workers, revision, cache_dir, keep_shards,
+        share_of_launcher(os.environ) if shard is None else parse_share(shard),
+    )  # fmt: skip
+    if shard is None and options.share:
+        to_stderr(f"{options.share.name}, as the launcher says; --shard 0/1 converts all")
+    prepared = prepare(source, output, options)
+    if dry_run:
+        show(text.plan_table(prepared), as_json, text.plan_text, quiet)
+        return
+    with reporting(prepared.work, quiet) as meter:
+        result = carry_out(prepared, meter)
+    show(text.conversion_table(result), as_json, text.conversion_text, quiet)
+
+
+@app.command()
+@explained
+def finish(
+    output: Annotated[Path, folder_argument("What shares have converted.")], as_json: Json = False
+) -> None:
+    """Write the manifest of an output whose shares have all ended."""
+    from kconvert.convert.cli import text
+    from kconvert.convert.run import finish as end
+
+    show(text.finish_table(output, end(output)), as_json, text.finish_text, quiet=False)
+
+
+@app.command()
+@explained
+def doctor(
+    output: Annotated[Path, folder_argument("Where an output would go.")] = Path("."),
+    cache_dir: CacheDir = None,
+    as_json: Json = False,
+) -> None:
+    """Say what is here, and what would limit a conversion of K2.6 here, in hours.
+
+    Measures for some seconds: writes 256 MiB to the output's disk and the cache's.
+    """
+    from kconvert.convert.doctor.diagnose import diagnose, doctor_text
+
+    show(diagnose(output, cache_dir), as_json, doctor_text, quiet=False)
+
+
+@app.command()
+@explained
+def validate(
+    output: Annotated[Path, folder_argument("A converted folder.")],
+    source: Annotated[
+        Path | None, typer.Option(parser=folder, help="The checkpoint it was made from.")
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Only so many experts a layer; all if not given.")
+    ] = None,
+    workers: Workers = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check an output: structure, digests, and codes and scales equal to the source's.
+
+    Exits with 1 where anything differs.
+    """
+    from kconvert.convert.cli import text
+    from kconvert.validate import validate as check
+
+    with progress_bar("validate", None, quiet) as progress:
+        result = check(output, source, sample=sample, workers=workers, progress=progress)
+    show(text.validation_table(result), as_json, text.validation_text, quiet)
+    if not result.ok:
+        raise typer.Exit(1)
+
+
+@app.command()
+@explained
+def inspect(
+    path: Annotated[Path, folder_argument("A checkpoint or a converted folder.")],
+    as_json: Json = False,
+) -> None:
+    """List what a checkpoint or a converted folder holds."""
+    from kconvert.convert.cli import text
+    from kconvert.convert.inspect import inspect as look
+
+    show(look(path), as_json, text.inspection_text, quiet=False)
+
+
+@app.command()
+@explained
+def synth(
+    output: Annotated[Path, folder_argument("An empty or new folder.")],
+    preset: Annotated[str, typer.Option(help="k2.6 or kimi-mini.")] = "k2.6",
+    layers: Layers = None,
+    experts: Annotated[int | None, typer.Option(help="Routed experts a layer.")] = None,
+    seed: Annotated[int, typer.Option(help="Of the random weights.", min=0)] = 0,
+    sparse: Annotated[
+        bool, typer.Option(help="Headers alone: files of full size that take no space.")
+    ] = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Write a checkpoint in K2.6's exact format with random weights, for trials."""
+    from kconvert.convert.cli import text
+    from kconvert.convert.synth import write as maker
+
+    with progress_bar("synth", None, quiet) as progress:
+        shards = maker.synth(
+            output, preset, layers=numbers("--layers", layers), experts=experts, seed=seed,
+            sparse=sparse, progress=progress,
+        )  # fmt: skip
+    table = {"output": str(output), "shards": {path.name: path.stat().st_size for path in shards}}
+    show(table, as_json, text.synth_text, quiet)
+
+
+@app.command("smoke-generate")
+@explained
+def smoke_generate(
+    output: Annotated[Path, folder_argument("A converted folder.")],
+    drafter: Annotated[
+        Path | None, typer.Option(parser=folder, help="The folder of a DFlash drafter.")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
+    tokens: Annotated[str | None, typer.Option(help="Or token ids: 1,2,3.")] = None,
+    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a chat message.")] = False,
+    mode: Annotated[str | None, typer.Option(help="ar, chain or ddtree.")] = None,
+    budget: Annotated[str, typer.Option(help="Nodes of a draft, or auto.")] = "auto",
+    max_new_tokens: Annotated[int, typer.Option(min=0, help="At most so many.")] = 64,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling.")] = 0,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    chain_seed: Annotated[bool, typer.Option(help="Always draft the likeliest chain.")] = True,
+    check_exact: Annotated[
+        bool, typer.Option("--check-exact", help="Compare every logit's bits with ar's.")
+    ] = False,
+    as_json: Json = False,
+) -> None:
+    """Generate on the CPU, and say how fast and how exact.
+
+    A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert smoke-generate …
+
+    Exits with 1 where --check-exact finds a difference.
+    """
+    from kconvert.convert.cli import text
+    from kconvert.runtime.smoke import Request, smoke
+
+    if (prompt is None) == (tokens is None):
+        raise typer.BadParameter("give either --prompt or --tokens")
+    if chat and prompt is None:
+        raise typer.BadParameter("--chat needs a message: give --prompt")
+    ids = None if tokens is None else _ids(tokens)
+    request = Request(
+        prompt, ids, chat, mode or ("ddtree" if drafter else "ar"),
+        _budget(budget), max_new_tokens, temperature, seed, chain_seed, check_exact,
+    )  # fmt: skip
+    write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
+    table = smoke(output, drafter, dtype, request, write)
+    if table["rank"] == 0:
+        show(table, as_json, text.smoke_text, quiet=False)
+    if table["differs"] is not None:
+        raise typer.Exit(1)
+
+
+def _budget(text: str) -> int | str:
+    if text == "auto":
+        return text
+    try:
+        budget = int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r:.60} is neither auto nor a number", param_hint="--budget"
+        ) from None
+    if budget < 0:
+        raise typer.BadParameter(f"{text} is below 0: it must be 0 or more", param_hint="--budget")
+    return budget
+
+
+def _ids(text: str) -> list[int]:
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r:.60} is not a list like 1,2,3", param_hint="--tokens"
+        ) from None

@@ -1,0 +1,55 @@
+"""What a source of shards is: the converter asks for a job's shards, and gives them back."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+from kconvert.convert.progress import Meter
+from kconvert.layouts.checkpoint import Checkpoint
+
+INCOMING = "incoming"  # in the work folder: what is downloaded
+WINDOW = 2  # shards that are held at once: one is converted while the next one comes
+
+
+class Deliveries(Protocol):
+    """The shards of a run's jobs, job after job: `take`, convert, `check`, publish, `release`."""
+
+    def take(self, job: int) -> None:
+        """Wait until a job's shards are there."""
+
+    def path(self, shard: str) -> Path:
+        """Where a taken shard lies."""
+
+    def check(self, job: int) -> None:
+        """Raise CheckpointError where a shard is not what it was when the plan was made."""
+
+    def release(self, job: int, forget: Callable[[str], object]) -> None:
+        """The job's blobs are published. `forget` is told the shards that no later job needs."""
+
+
+class Source(Protocol):
+    """A checkpoint that is ready to be converted."""
+
+    checkpoint: Checkpoint
+    contents: dict[str, str]  # shard → identity of its content
+    name: str | None  # repository and commit, of a Hub source
+    commit: str | None
+
+    @property
+    def folder(self) -> Path:
+        """Where small files lie, and shards as far as they are there."""
+
+    def path(self, name: str) -> Path:
+        """A file in `folder`, with links followed."""
+
+    def deliveries(
+        self, order: list[set[str]], work: Path, meter: Meter
+    ) -> AbstractContextManager[Deliveries]:
+        """`order[i]`: the shards that job i needs. `work`: for what is downloaded."""
+
+    def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
+        """Bytes that are missing of those of the shards that are not all here."""
+
+    def disk_for(self, order: list[set[str]], work: Path) -> dict[Path, int]:
+        """Bytes that downloading for the jobs takes at a time, by the files they go into."""

@@ -1,0 +1,172 @@
+"""`kconvert synth`: write a checkpoint in K2.6's exact format with random weights.
+
+Codes keep Moonshot's grid: nibbles 1 to 15 (−7 to 7), and a ±7 in every group. A tensor's bytes
+depend on the seed and its name alone, so any part of a model equals that part of the whole.
+"""
+
+import json
+import os
+import zlib
+from collections.abc import Callable, Collection, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kconvert.convert.output.publish import check_space
+from kconvert.convert.synth.presets import PRESETS, SynthTensor, shards, with_experts
+from kconvert.layouts.checkpoint import INDEX_NAME
+from kconvert.layouts.errors import OutputError, UnsupportedError
+from kconvert.layouts.fields import CONFIG_NAME
+from kconvert.layouts.header import DTYPE_BYTES
+
+_CHUNK_WORDS = 1 << 20  # 8 MB of random words at a time
+_DTYPES = list(DTYPE_BYTES)
+
+
+def synth(
+    output: Path,
+    preset: str,
+    *,
+    layers: Collection[int] | None = None,
+    experts: int | None = None,
+    seed: int = 0,
+    sparse: bool = False,
+    progress: Callable[[int], None] = lambda _: None,
+) -> list[Path]:
+    """Write the model `preset` into `output`; returns the shards written.
+
+    `layers`: only the shards of these layers, while the index names all; `experts`: so many a
+    layer (and in the config); `sparse`: headers alone, files of full size that take no space.
+    Raises UnsupportedError for an unknown preset or layer, OutputError where `output` holds
+    anything, UnavailableError where it does not fit.
+    """
+    if preset not in PRESETS:
+        raise UnsupportedError(f"preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
+    model = PRESETS[preset]
+    if experts is not None:
+        most = model.config["text_config"]["n_routed_experts"]
+        if not 1 <= experts <= most:
+            raise UnsupportedError(f"--experts {experts}: {preset} has 1 to {most}.")
+        model = with_experts(model, experts)
+    depth = model.config["text_config"]["num_hidden_layers"]
+    if layers is not None and not set(layers) <= set(range(depth)):
+        raise UnsupportedError(f"--layers: {preset} has layers 0 to {depth - 1}.")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise OutputError(f"{output} is not an empty folder: choose another.")
+    parts = [file_order(tensors) for tensors in shards(model)]
+    names = [f"model-{i + 1:05}-of-{len(parts):06}.safetensors" for i in range(len(parts))]
+    wanted = range(len(parts)) if layers is None else sorted(layers)
+    if not sparse:
+        check_space(output, {names[i]: shard_bytes(parts[i]) for i in wanted})
+    output.mkdir(parents=True, exist_ok=True)
+    for i in wanted:
+        _write_shard(output / names[i], parts[i], seed, sparse, progress)
+    index = {
+        "metadata": {"total_size": sum(_nbytes(t) for part in parts for t in part)},
+        "weight_map": {t.name: n for n, part in zip(names, parts, strict=True) for t in part},
+    }
+    text = model.config["text_config"]
+    generation = {
+        "max_length": text["max_position_embeddings"],
+        "eos_token_id": text["eos_token_id"],
+    }
+    (output / INDEX_NAME).write_text(json.dumps(index, indent=2))
+    (output / "generation_config.json").write_text(json.dumps(generation))
+    (output / CONFIG_NAME).write_text(json.dumps(model.config, indent=2))
+    return [output / names[i] for i in wanted]
+
+
+def file_order(tensors: Iterable[SynthTensor]) -> list[SynthTensor]:
+    """The order of safetensors' own writer: wider dtype first, then by name."""
+    return sorted(tensors, key=lambda t: (-_DTYPES.index(t.dtype), t.name))
+
+
+def shard_header(tensors: Iterable[SynthTensor]) -> bytes:
+    """A shard's header as safetensors writes it: no metadata, padded with spaces to 8 bytes."""
+    table, offset = {}, 0
+    for tensor in tensors:
+        end = offset + _nbytes(tensor)
+        table[tensor.name] = {
+            "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end],
+        }  # fmt: skip
+        offset = end
+    text = json.dumps(table, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def shard_bytes(tensors: Iterable[SynthTensor]) -> int:
+    """The size of a shard's file."""
+    tensors = list(tensors)
+    return len(shard_header(tensors)) + sum(map(_nbytes, tensors))
+
+
+def _nbytes(tensor: SynthTensor) -> int:
+    return DTYPE_BYTES[tensor.dtype] * int(np.prod(tensor.shape, dtype=np.int64))
+
+
+def _write_shard(
+    path: Path,
+    tensors: list[SynthTensor],
+    seed: int,
+    sparse: bool,
+    progress: Callable[[int], None],
+) -> None:
+    """Write under a hidden name first, so that a shard with its name is a whole one."""
+    staged = path.with_name(f".{path.name}.partial")
+    header = shard_header(tensors)
+    fd = os.open(staged, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+    try:
+        os.pwrite(fd, header, 0)
+        os.ftruncate(fd, shard_bytes(tensors))
+        if not sparse:
+            starts, at = [], len(header)
+            for tensor in tensors:
+                starts.append(at)
+                at += _nbytes(tensor)
+
+            def write(item: tuple[SynthTensor, int]) -> None:
+                tensor, position = item
+                for piece in _content(tensor, seed):
+                    position += os.pwrite(fd, piece, position)
+                    progress(len(piece))
+
+            with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+                for _ in pool.map(write, zip(tensors, starts, strict=True)):
+                    pass
+    finally:
+        os.close(fd)
+    staged.rename(path)
+
+
+def _content(tensor: SynthTensor, seed: int) -> Iterator[memoryview]:
+    """A tensor's bytes in pieces of at most 8 MB."""
+    if tensor.value:
+        yield memoryview(np.array(tensor.value, np.int32)).cast("B")
+        return
+    rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(tensor.name.encode())]))
+    total = _nbytes(tensor)
+    for start in range(0, total, 8 * _CHUNK_WORDS):
+        size = min(8 * _CHUNK_WORDS, total - start)
+        words = rng.integers(0, 1 << 64, -(-size // 8), np.uint64)
+        yield memoryview(_shaped(tensor, words)).cast("B")[:size]
+
+
+def _shaped(tensor: SynthTensor, random: NDArray[np.uint64]) -> NDArray[np.generic]:
+    """Random words made into plausible values of the tensor's kind."""
+    if tensor.dtype == "I32":
+        low = random | random >> np.uint64(1)
+        some = (low | low >> np.uint64(2)) & np.uint64(0x1111111111111111)
+        random |= some ^ np.uint64(0x1111111111111111)  # a nibble 0 becomes 1
+        random[::2] |= np.uint64(15)  # +7 at the head of every 4 words, a group of 32
+        return random
+    if tensor.dtype == "F32":
+        return (random.view(np.uint32) >> np.uint32(9) | np.uint32(0x3C000000)).view(np.float32)
+    bits = random.view(np.uint16)
+    if tensor.name.endswith("weight_scale"):
+        return (bits & np.uint16(0x1FF)) + np.uint16(0x3B80)  # 0.0039 to 0.06
+    if len(tensor.shape) == 1:
+        return (bits & np.uint16(0xF)) + np.uint16(0x3F80)  # norms, about 1
+    return (bits & np.uint16(0x81FF)) + np.uint16(0x3C00)  # ± 0.008 to 0.03

@@ -1,0 +1,1 @@
+"""Model families, a file each: whose tensor names these are, and where each tensor belongs."""

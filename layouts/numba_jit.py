@@ -1,0 +1,15 @@
+"""The one way to compile with numba: no compiler at install, and once a machine (numba's own cache,
+which falls back to the user's cache folder where the install folder is read-only)."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+
+
+def jit(function: Callable[..., Any], **options: Any) -> Any:
+    """Compile with numba at first call, without the GIL, cached on disk where that is possible."""
+    try:
+        return numba.njit(nogil=True, cache=True, **options)(function)
+    except RuntimeError:  # no folder anywhere that numba could write its cache to
+        return numba.njit(nogil=True, **options)(function)

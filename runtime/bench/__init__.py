@@ -1,0 +1,1 @@
+"""`kconvert bench decode`, `exact` and `moe`; what was measured lies in results/."""

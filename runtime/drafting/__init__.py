@@ -1,0 +1,1 @@
+"""What to draft, and how much: the drafter, draft trees, budgets."""

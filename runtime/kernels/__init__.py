@@ -1,0 +1,1 @@
+"""CUDA kernels, a folder a family; NVRTC compiles them at first use."""

@@ -1,0 +1,1 @@
+"""Only reading: the least time in which kernels could touch some bytes."""

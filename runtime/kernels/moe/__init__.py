@@ -1,0 +1,1 @@
+"""The routed experts: router, alignment, w13, w2, combine."""

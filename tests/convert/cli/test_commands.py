@@ -1,0 +1,109 @@
+"""What a user of the command line sees."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from kit import KIMI_MINI, SHARD
+
+
+def test_convert_says_what_it_did(tmp_path: Path, kconvert) -> None:
+    out = tmp_path / "out"
+    first = kconvert("convert", KIMI_MINI, out, "--tp", 2)
+    assert first.code == 0 and first.err == ""
+    assert f"{out}: 9 blobs written, 4,663,808 B; 0 were there already\n" in first.out
+    assert re.search(r"took \d s: convert \d.\d\d GB/s \(\d+% busy\), write ", first.out)
+    again = kconvert("convert", KIMI_MINI, out, "--tp", 2)
+    assert again.out == f"{out}: 0 blobs written, 0 B; 9 were there already\n"
+    quiet = kconvert("convert", KIMI_MINI, out, "--tp", 2, "-q")
+    assert (quiet.out, quiet.err) == ("", "")
+    table = json.loads(kconvert("convert", KIMI_MINI, out, "--tp", 2, "--json").out)
+    assert table["files_kept"] == 9 and table["complete"] is True
+
+
+def test_part_says_how_to_finish(tmp_path: Path, kconvert) -> None:
+    outcome = kconvert("convert", KIMI_MINI, tmp_path / "out", "--layers", "0-1", "--tp", 2)
+    assert "not complete yet" in outcome.out
+    assert "left out: layers 2, outer, vision" in outcome.out
+
+
+def test_dry_run_prints_the_plan_and_touches_nothing(tmp_path: Path, kconvert) -> None:
+    out = tmp_path / "out"
+    outcome = kconvert("convert", KIMI_MINI, out, "--tp", 4, "--dry-run")
+    assert outcome.code == 0
+    assert "plan: 204 tensors → 13 files, marlin, tp 4, ep 1" in outcome.out
+    assert "rank-00003-of-00004/  2 files  450,560 B" in outcome.out
+    assert "to read  4,627,328 B" in outcome.out
+    assert " free, enough" in outcome.out
+    assert not out.exists()
+
+
+def test_inspect_checkpoint_and_output(tmp_path: Path, kconvert) -> None:
+    text = kconvert("inspect", KIMI_MINI).out
+    for line in (
+        "kind: checkpoint", "model type: kimi_k2", "layers: 3", "dense layers: 1",
+        "routed experts: 8", "quantisation: INT4, symmetric, group_size 32", "tensors: 204",
+        "shards: 6 of 6 are here", "groups here: layers 0-2, outer, vision",
+    ):  # fmt: skip
+        assert line in text.splitlines()
+    kconvert("convert", KIMI_MINI, tmp_path / "out", "--tp", 2, "--layout", "w4a16")
+    table = json.loads(kconvert("inspect", tmp_path / "out", "--json").out)
+    assert (table["layout"], table["tp"], table["files"]) == ("w4a16", 2, 11)
+    assert table["folders"]["rank-00001-of-00002"]["files"] == 2
+
+
+def test_inspect_part_of_a_checkpoint(mini: Path, kconvert) -> None:
+    (mini / SHARD).unlink()
+    text = kconvert("inspect", mini).out
+    assert f"missing shards: {SHARD}" in text
+    assert "groups here: layers 0,2, outer, vision" in text
+
+
+def test_synth_and_its_refusals(tmp_path: Path, kconvert) -> None:
+    made = kconvert("synth", tmp_path / "a", "--preset", "kimi-mini", "--experts", 4)
+    assert made.code == 0 and "6 shard(s)" in made.out
+    assert kconvert("convert", tmp_path / "a", tmp_path / "out", "--tp", 2).code == 0
+    for arguments, words in [
+        ((tmp_path / "a",), "is not an empty folder"),
+        ((tmp_path / "b", "--preset", "gpt"), "known are k2.6, kimi-mini"),
+        ((tmp_path / "b", "--preset", "kimi-mini", "--layers", "3"), "layers 0 to 2"),
+        ((tmp_path / "b", "--preset", "kimi-mini", "--experts", "9"), "1 to 8"),
+    ]:
+        outcome = kconvert("synth", *arguments)
+        assert outcome.code == 2 and words in outcome.err
+
+
+def test_sparse_synth_takes_no_space(tmp_path: Path, kconvert) -> None:
+    kconvert("synth", tmp_path / "a", "--sparse", "--layers", "1")
+    (shard,) = (tmp_path / "a").glob("*.safetensors")
+    assert shard.stat().st_size == 9_809_047_464
+    assert shard.stat().st_blocks * 512 < 2_000_000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="what is said where there is no GPU")
+def test_bench_moe_without_a_gpu(kconvert) -> None:
+    outcome = kconvert("bench", "moe")
+    assert outcome.code == 3 and "needs an NVIDIA GPU" in outcome.err
+    assert kconvert("bench", "moe", "--shapes", "tp3").code == 2
+
+
+def test_reader_that_goes_away() -> None:
+    """`kconvert inspect … | head -1` ends quietly."""
+    code = "from kconvert.convert.cli.main import main; main()"
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", code, "inspect", str(KIMI_MINI)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    process.stdout.close()
+    assert process.stderr.read() == b""
+    assert process.wait(60) == 141
+
+
+@pytest.mark.parametrize("command", ["convert", "validate", "inspect", "synth", "bench"])
+def test_every_command_has_help(command: str, kconvert) -> None:
+    outcome = kconvert(command, "--help")
+    assert outcome.code == 0 and "Usage: kconvert" in outcome.out

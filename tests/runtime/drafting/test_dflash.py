@@ -1,0 +1,423 @@
+"""The drafter against z-lab's own outputs over two rounds, and what it must refuse."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from kit import DATA, change_json
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kconvert.layouts.checkpoint import INDEX_NAME
+from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.runtime.drafting.dflash import (
+    Drafter,
+    DrafterConfig,
+    TargetDims,
+    rope_frequencies,
+    rope_tables,
+)
+
+CASES = json.loads((DATA / "dflash_cases.json").read_text())["cases"]
+GOLDEN = {case: load_file(DATA / f"dflash_case_{case}.safetensors") for case in CASES}
+TARGET = TargetDims(hidden=64, vocabulary=400, layers=6)
+TOLERANCE = 5e-5
+every_case = pytest.mark.parametrize("case", list(CASES))
+
+
+def weights_of(case: str) -> dict[str, Tensor]:
+    """The drafter's own tensors among the golden ones."""
+    own = ("fc.", "hidden_norm.", "norm.", "layers.")
+    return {name: tensor for name, tensor in GOLDEN[case].items() if name.startswith(own)}
+
+
+def write_drafter(
+    folder: Path,
+    case: str = "plain",
+    weights: dict[str, Tensor] | None = None,
+    **changes: Any,
+) -> Path:
+    """A drafter's folder; `changes` to its config, where None removes a key."""
+    config = {**CASES[case]["config"], **changes}
+    config = {key: value for key, value in config.items() if value is not None}
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(config))
+    save_file(weights_of(case) if weights is None else weights, folder / "model.safetensors")
+    return folder
+
+
+def shard(folder: Path) -> Path:
+    """Split the folder's only file in two, with an index."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    names = sorted(tensors)
+    weight_map = {}
+    for part, chosen in enumerate((names[::2], names[1::2]), start=1):
+        file = f"model-{part:05}-of-00002.safetensors"
+        save_file({name: tensors[name] for name in chosen}, folder / file)
+        weight_map |= dict.fromkeys(chosen, file)
+    (folder / INDEX_NAME).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return folder
+
+
+def run(drafter: Drafter, golden: dict[str, Tensor], number: int) -> Tensor:
+    """Give the drafter what it got in this round and let it draft."""
+    features, block = (
+        golden[f"round{number}.target_hidden"],
+        golden[f"round{number}.block_token_ids"],
+    )
+    drafter.extend(features)
+    return drafter.draft(
+        int(block[0]),
+        drafter.length,
+        golden["target.embed_tokens.weight"],
+        golden["target.lm_head.weight"],
+    )
+
+
+def assert_near(ours: Tensor, theirs: Tensor) -> None:
+    assert ours.shape == theirs.shape
+    assert (ours - theirs).abs().max() <= TOLERANCE
+
+
+def assert_golden(drafter: Drafter, case: str, variant: str = "") -> None:
+    golden = GOLDEN[case]
+    for number in (1, 2):
+        logits = run(drafter, golden, number)
+        assert logits.dtype == torch.float32
+        assert_near(logits, golden[f"{variant}round{number}.logits"])
+        if not variant:
+            drafts = golden[f"round{number}.draft_token_ids"]
+            assert logits.argmax(dim=1).tolist() == drafts.tolist()
+
+
+@every_case
+def test_logits_of_both_rounds_are_the_references(tmp_path: Path, case: str) -> None:
+    assert_golden(Drafter.open(write_drafter(tmp_path / "d", case), TARGET), case)
+
+
+@every_case
+def test_context_cache_and_hidden_rows_are_the_references(tmp_path: Path, case: str) -> None:
+    golden = GOLDEN[case]
+    drafter = Drafter.open(write_drafter(tmp_path / "d", case), TARGET)
+    head, seen = golden["target.lm_head.weight"], {}
+
+    def embed(ids: Tensor) -> Tensor:
+        seen["ids"] = ids
+        return golden["target.embed_tokens.weight"][ids]
+
+    def lm_head(hidden: Tensor) -> Tensor:
+        seen["hidden"] = hidden
+        return hidden @ head.T
+
+    for number, committed in ((1, 10), (2, 13)):
+        features = golden[f"round{number}.target_hidden"]
+        assert_near(drafter.context(features), golden[f"round{number}.ctx"])
+        drafter.extend(features)
+        assert drafter.length == committed
+        block = golden[f"round{number}.block_token_ids"]
+        logits = drafter.draft(int(block[0]), committed, embed, lm_head)
+        assert seen["ids"].tolist() == block.tolist()
+        assert_near(seen["hidden"], golden[f"round{number}.hidden"][1:])
+        assert_near(logits, golden[f"round{number}.logits"])
+        assert drafter.length == committed  # nothing of the block stays
+        for layer in range(3):
+            keys, values = drafter.cached(layer)
+            assert_near(keys, golden[f"round{number}.layer{layer}.cache_k"])
+            assert_near(values, golden[f"round{number}.layer{layer}.cache_v"])
+
+
+@every_case
+def test_rotary_tables_are_the_references(case: str) -> None:
+    golden = GOLDEN[case]
+    config = DrafterConfig.from_json(CASES[case]["config"])
+    frequencies = rope_frequencies(config)
+    torch.testing.assert_close(frequencies, golden["rope.inv_freq"], rtol=1e-6, atol=0)
+    factor = config.yarn.amplitude if config.yarn else 1.0
+    assert factor == pytest.approx(CASES[case]["attention_factor"])
+    for number in (1, 2):
+        positions = golden[f"round{number}.position_ids"]
+        cosines, sines = rope_tables(frequencies, positions, factor)
+        assert_near(cosines, golden[f"round{number}.rope_cos"])
+        assert_near(sines, golden[f"round{number}.rope_sin"])
+
+
+def test_windows_and_yarn_are_read(tmp_path: Path) -> None:
+    assert DrafterConfig.from_json(CASES["plain"]["config"]).windows == (None, None, None)
+    config = DrafterConfig.read(write_drafter(tmp_path / "d", "sliding"))
+    assert config.windows == (9, 9, None)
+    assert config.causal == (False, False, False)
+    yarn = DrafterConfig.from_json(CASES["yarn"]["config"]).yarn
+    assert yarn is not None
+    assert (yarn.factor, yarn.original_positions, yarn.truncate) == (64.0, 4096, True)
+
+
+def test_windows_without_layer_types_follow_max_window_layers() -> None:
+    config = {**CASES["sliding"]["config"], "layer_types": None, "max_window_layers": 1}
+    assert DrafterConfig.from_json(config).windows == (None, 9, 9)
+    config["use_sliding_window"] = False
+    assert DrafterConfig.from_json(config).windows == (None, None, None)
+
+
+@pytest.mark.parametrize("way", ["option", "causal"])
+def test_layers_with_a_window_can_be_causal_inside_the_block(tmp_path: Path, way: str) -> None:
+    folder = write_drafter(tmp_path / "d", "sliding")
+    drafter = Drafter.open(folder, TARGET, causal_windows=True)
+    assert drafter.config.causal == (True, True, False)
+    if way == "option":
+        assert_golden(drafter, "sliding", "alt_causal.")
+        return
+    # What the config says goes before the option, and is of all layers.
+    config = {**CASES["sliding"]["config"], "is_causal": False}
+    assert DrafterConfig.from_json(config, causal_windows=True).causal == (False,) * 3
+    config["dflash_config"] = {**config["dflash_config"], "causal": True}
+    assert DrafterConfig.from_json(config).causal == (True,) * 3
+
+
+@pytest.mark.parametrize("way", ["option", "config", "no mscales"])
+def test_yarns_attention_factor_can_be_another(tmp_path: Path, way: str) -> None:
+    scaling, option = dict(CASES["yarn"]["config"]["rope_scaling"]), None
+    other = CASES["yarn"]["alt_attention_factor"]
+    if way == "no mscales":
+        del scaling["mscale"], scaling["mscale_all_dim"]
+    elif way == "config":
+        scaling["attention_factor"] = other
+    else:
+        option = other
+    folder = write_drafter(tmp_path / "d", "yarn", rope_scaling=scaling)
+    drafter = Drafter.open(folder, TARGET, attention_factor=option)
+    assert drafter.config.yarn.amplitude == pytest.approx(other)
+    assert_golden(drafter, "yarn", "alt_factor.")
+
+
+def test_rotary_settings_in_transformers_5s_place(tmp_path: Path) -> None:
+    config = CASES["yarn"]["config"]
+    rope = {**config["rope_scaling"], "rope_theta": config["rope_theta"]}
+    folder = write_drafter(
+        tmp_path / "d", "yarn", rope_scaling=None, rope_theta=None, rope_parameters=rope
+    )
+    assert DrafterConfig.read(folder) == DrafterConfig.from_json(config)
+
+
+def test_shards_with_an_index(tmp_path: Path) -> None:
+    assert_golden(Drafter.open(shard(write_drafter(tmp_path / "d")), TARGET), "plain")
+
+
+def test_context_given_in_parts_and_again_after_a_reset(tmp_path: Path) -> None:
+    golden = GOLDEN["sliding"]
+    drafter = Drafter.open(write_drafter(tmp_path / "d", "sliding"), TARGET)
+    features = torch.cat([golden["round1.target_hidden"], golden["round2.target_hidden"]])
+    for attempt in range(2):
+        drafter.reset()
+        assert drafter.length == 0
+        for row in features.split([1, 5, 7] if attempt else [13]):
+            drafter.extend(row)
+        for layer in range(3):
+            for ours, name in zip(drafter.cached(layer), ("cache_k", "cache_v"), strict=True):
+                assert_near(ours, golden[f"round2.layer{layer}.{name}"])
+
+
+def test_a_long_context_behind_the_window_is_not_read(tmp_path: Path) -> None:
+    """A drafter of windows alone forgets: what lies far behind changes nothing."""
+    kinds = ["sliding_attention"] * 3
+    folder = write_drafter(tmp_path / "d", "sliding", layer_types=kinds)
+    golden, logits = GOLDEN["sliding"], []
+    features = torch.randn(40, 128, generator=torch.Generator().manual_seed(3))
+    for scale in (1.0, -5.0):
+        drafter = Drafter.open(folder, TARGET)
+        changed = features.clone()
+        changed[:32] *= scale  # the anchor at 40 reads 32…40
+        drafter.extend(changed)
+        logits.append(
+            drafter.draft(
+                7, 40, golden["target.embed_tokens.weight"], golden["target.lm_head.weight"]
+            )
+        )
+    assert torch.equal(*logits)
+    changed[32] += 1
+    drafter = Drafter.open(folder, TARGET)
+    drafter.extend(changed)
+    again = drafter.draft(
+        7, 40, golden["target.embed_tokens.weight"], golden["target.lm_head.weight"]
+    )
+    assert not torch.equal(again, logits[0])
+
+
+def test_bfloat16_is_near_float32(tmp_path: Path) -> None:
+    golden = GOLDEN["yarn"]
+    drafter = Drafter.open(write_drafter(tmp_path / "d", "yarn"), TARGET, dtype=torch.bfloat16)
+    for number in (1, 2):
+        logits = run(drafter, golden, number)
+        assert drafter.cached(0)[0].dtype == torch.bfloat16
+        assert logits.dtype == torch.float32
+        expected = golden[f"round{number}.logits"]
+        assert (logits - expected).norm() / expected.norm() < 0.03
+
+
+def test_weights_stored_in_bfloat16_are_the_same_weights(tmp_path: Path) -> None:
+    weights = {name: tensor.bfloat16() for name, tensor in weights_of("plain").items()}
+    drafter = Drafter.open(write_drafter(tmp_path / "d", weights=weights), TARGET)
+    assert_golden(drafter, "plain")  # the golden weights are exact in bfloat16
+
+
+def test_a_draft_without_any_context(tmp_path: Path) -> None:
+    golden = GOLDEN["plain"]
+    drafter = Drafter.open(write_drafter(tmp_path / "d"), TARGET)
+    logits = drafter.draft(
+        7, 0, golden["target.embed_tokens.weight"], golden["target.lm_head.weight"]
+    )
+    assert logits.shape == (7, 400) and logits.isfinite().all()
+
+
+def test_calls_that_cannot_be_meant_are_mistakes(tmp_path: Path) -> None:
+    golden = GOLDEN["plain"]
+    drafter = Drafter.open(write_drafter(tmp_path / "d"), TARGET)
+    drafter.extend(golden["round1.target_hidden"])
+    tables = golden["target.embed_tokens.weight"], golden["target.lm_head.weight"]
+    with pytest.raises(ValueError, match="position 11, but 10 tokens"):
+        drafter.draft(7, 11, *tables)
+    for token in (-1, 400):
+        with pytest.raises(ValueError, match=f"anchor token {token}"):
+            drafter.draft(token, 10, *tables)
+    for features in (torch.zeros(2, 64), torch.zeros(128)):
+        with pytest.raises(ValueError, match=r"expected \[T, 128\]"):
+            drafter.extend(features)
+    assert drafter.length == 10
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        (TARGET._replace(hidden=128), "hidden_size is 64, the target's 128"),
+        (TARGET._replace(vocabulary=401), "vocab_size is 400, the target's 401"),
+        (TARGET._replace(layers=7), "num_target_layers is 6, the target's 7"),
+    ],
+)
+def test_a_drafter_for_another_target_is_refused(tmp_path, target, sentence) -> None:
+    with pytest.raises(UnsupportedError, match=sentence):
+        Drafter.open(write_drafter(tmp_path / "d"), target)
+
+
+def test_a_target_of_too_few_layers_is_refused_where_the_config_names_no_target(tmp_path) -> None:
+    folder = write_drafter(tmp_path / "d", num_target_layers=None)
+    with pytest.raises(UnsupportedError, match="it reads layer 3, the target has 3"):
+        Drafter.open(folder, TARGET._replace(layers=3))
+    assert_golden(Drafter.open(folder, TARGET._replace(layers=4)), "plain")
+
+
+def test_settings_in_dflash_config_go_before_those_beside_it(tmp_path: Path) -> None:
+    config = DrafterConfig.read(write_drafter(tmp_path / "d", **dflash(block_size=4)))
+    assert (config.block, config.mask_token, config.target_layer_ids) == (4, 398, (1, 3))
+
+
+def dflash(**changes: Any) -> dict[str, Any]:
+    return {"dflash_config": {**CASES["plain"]["config"]["dflash_config"], **changes}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence", "error"),
+    [
+        ({"hidden_size": None}, "hidden_size is None", CheckpointError),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0", CheckpointError),
+        ({"num_key_value_heads": 3}, "4 heads of 16 over 3", CheckpointError),
+        ({"head_dim": 15}, "4 heads of 15", CheckpointError),
+        ({"intermediate_size": True}, "intermediate_size is True", CheckpointError),
+        ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'", CheckpointError),
+        ({"rope_theta": None}, "rope_theta is None", CheckpointError),
+        ({"rope_theta": 1}, "rope_theta is 1, expected a number above 1", CheckpointError),
+        ({"block_size": 1}, "block_size 1 leaves no token", CheckpointError),
+        ({"block_size": None}, "block_size is None", CheckpointError),
+        ({"num_target_layers": -1}, "num_target_layers is -1", CheckpointError),
+        ({"dflash_config": [1]}, "dflash_config is not an object", CheckpointError),
+        (dflash(mask_token_id=400), "mask_token_id is 400, expected a token of the 400",
+         CheckpointError),
+        (dflash(mask_token_id=-1), "mask_token_id is -1", CheckpointError),
+        (dflash(mask_token_id=None), "mask_token_id is None", CheckpointError),
+        (dflash(target_layer_ids=[1, 6]), r"target_layer_ids is \[1, 6\].*num_target_layers, 6",
+         CheckpointError),
+        (dflash(target_layer_ids=[3, 3]), "expected different layers", CheckpointError),
+        (dflash(target_layer_ids=[]), r"target_layer_ids is \[\]", CheckpointError),
+        (dflash(target_layer_ids="13"), "target_layer_ids is '13'", CheckpointError),
+        (dflash(causal=1), "causal is 1, expected true or false", CheckpointError),
+        ({"layer_types": ["full_attention"] * 2}, "for each of the 3 layers", CheckpointError),
+        ({"layer_types": ["full_attention"] * 2 + ["linear"]}, "layer_types is", CheckpointError),
+        ({"use_sliding_window": True}, "sliding_window is None", CheckpointError),
+        ({"rope_scaling": [64]}, "rope_scaling is not an object", CheckpointError),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "factor is None", CheckpointError),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": -2}}, "factor is -2", CheckpointError),
+        ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "'linear', only 'yarn'",
+         UnsupportedError),
+        ({"architectures": ["DFlash2DraftModel"]}, "'DFlash2DraftModel'", UnsupportedError),
+        ({"model_type": "llama"}, "model_type is 'llama'", UnsupportedError),
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu', only 'silu'", UnsupportedError),
+        ({"attention_bias": True}, "attention_bias is True", UnsupportedError),
+        (dflash(output_multiplier=0.5), "output_multiplier is 0.5", UnsupportedError),
+    ],
+)  # fmt: skip
+def test_a_config_that_cannot_be_run_is_refused(tmp_path, changes, sentence, error) -> None:
+    folder = write_drafter(tmp_path / "d", **changes)
+    with pytest.raises(error, match=sentence) as refusal:
+        Drafter.open(folder, TARGET)
+    assert str(refusal.value).startswith(f"the drafter in {folder}, config.json: ")
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], None]:
+    return lambda weights: weights.pop(name)
+
+
+def with_tensor(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None]:
+    return lambda weights: weights.update({name: tensor})
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence", "error"),
+    [
+        (without("fc.weight"), "has no tensor fc.weight", CheckpointError),
+        (without("layers.2.self_attn.q_norm.weight"), "no tensor layers.2.self_attn.q_norm.weight",
+         CheckpointError),
+        (with_tensor("fc.weight", torch.zeros(64, 192)),
+         r"fc.weight is F32 \[64, 192\], expected F32 or BF16 or F16 \[64, 128\]", CheckpointError),
+        (with_tensor("norm.weight", torch.zeros(64, dtype=torch.int32)),
+         r"norm.weight is I32 \[64\]", CheckpointError),
+        (with_tensor("layers.3.input_layernorm.weight", torch.zeros(64)),
+         "1 tensor.*layers.3.input_layernorm.weight", UnsupportedError),
+        (with_tensor("lm_head.weight", torch.zeros(400, 64)), "1 tensor.*lm_head.weight",
+         UnsupportedError),
+    ],
+)  # fmt: skip
+def test_missing_misshaped_and_unknown_tensors_are_refused(
+    tmp_path, change, sentence, error
+) -> None:
+    weights = weights_of("plain")
+    change(weights)
+    folder = write_drafter(tmp_path / "d", weights=weights)
+    with pytest.raises(error, match=sentence) as refusal:
+        Drafter.open(folder, TARGET)
+    assert str(folder) in str(refusal.value) and str(refusal.value).count("\n") == 0
+
+
+def test_a_missing_shard_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
+    folder = shard(write_drafter(tmp_path / "d"))
+    second = folder / "model-00002-of-00002.safetensors"
+    whole = second.read_bytes()
+    second.unlink()
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors is missing"):
+        Drafter.open(folder, TARGET)
+    second.write_bytes(whole[:-1])
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors is truncated"):
+        Drafter.open(folder, TARGET)
+
+
+def test_a_folder_that_is_none_and_a_config_that_is_none(tmp_path: Path) -> None:
+    with pytest.raises(KconvertError, match=r"config.json is missing"):
+        Drafter.open(tmp_path / "nothing", TARGET)
+    folder = write_drafter(tmp_path / "d")
+    change_json(folder / "config.json", lambda config: config.pop("dflash_config"))
+    with pytest.raises(CheckpointError, match="mask_token_id is None"):
+        Drafter.open(folder, TARGET)
+    (folder / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not readable as JSON"):
+        Drafter.open(folder, TARGET)

@@ -1,0 +1,107 @@
+"""Every kernel compiles for every GPU we target, with what the table says, and nothing spills.
+
+NVRTC needs no GPU for this. Registers may only go down; shared memory (dynamic included) must fit
+the GPU, which compiling alone does not prove.
+"""
+
+import pytest
+
+pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
+
+from kconvert.runtime.bench.moe import SHAPES
+from kconvert.runtime.kernels import nvrtc
+from kconvert.runtime.kernels.moe.launch import gemm_kernels
+from kconvert.runtime.kernels.moe.shape import Gpu, schedule
+
+GPUS = {
+    "sm_90a": (Gpu("sm_90a", 228 * 1024, 132), 232_448),
+    "sm_100a": (Gpu("sm_100a", 228 * 1024, 148), 232_448),
+    "sm_120a": (Gpu("sm_120a", 100 * 1024, 188), 101_376),
+}
+SMALL = {
+    "moe/align": {"EXPERTS": 384},
+    "moe/router": {"EXPERTS": 384, "TOP_K": 8},
+    "moe/combine": {"HIDDEN": 7168, "TOP_K": 8},
+    "w4a16/rows": {},
+    "floor/read": {},
+}
+# (kernel, rows a block) -> registers at most on sm_90a, sm_100a, sm_120a; 0 where it is not used
+REGISTERS = {
+    ("moe/align", 0): (30, 44, 44),
+    ("moe/router", 0): (72, 64, 67),
+    ("moe/combine", 0): (47, 48, 48),
+    ("w4a16/rows", 0): (31, 32, 36),
+    ("floor/read", 0): (29, 28, 32),
+    ("moe/w13", 8): (96, 128, 128),
+    ("moe/w2", 8): (99, 99, 99),
+    ("moe/w13_wide", 16): (0, 106, 102),
+    ("moe/w13_group", 16): (168, 0, 0),
+    ("moe/w2", 16): (100, 112, 116),
+    ("moe/w13_wide", 32): (0, 124, 0),
+    ("moe/w13_group", 32): (168, 0, 0),
+    ("moe/w2", 32): (168, 161, 0),
+    ("moe/w2_group", 32): (168, 0, 0),
+}
+# (shape, tokens) -> shared memory of a block of w13 and of w2, in bytes, on each GPU
+SHARED = {
+    ("tp8", 1): ((45056, 59392), (45056, 59392), (45056, 59392)),
+    ("tp8", 33): ((45056, 39936), (45056, 39936), (45056, 39936)),
+    ("tp8", 330): ((155848, 52224), (75776, 52224), (75776, 52224)),
+    ("tp8", 1024): ((200904, 76800), (114688, 76800), (75776, 52224)),
+    ("tp2", 1): ((45056, 71680), (45056, 71680), (45056, 71680)),
+    ("tp2", 33): ((45056, 52224), (45056, 52224), (45056, 52224)),
+    ("tp2", 330): ((155848, 76800), (75776, 76800), (75776, 76800)),
+    ("tp2", 1024): ((200904, 200904), (75776, 76800), (75776, 76800)),
+    ("ep8", 1): ((45056, 88064), (45056, 88064), (45056, 88064)),
+    ("ep8", 33): ((45056, 68608), (45056, 68608), (45056, 68608)),
+    ("ep8", 330): ((155848, 109568), (75776, 109568), (75776, 100352)),
+    ("ep8", 1024): ((200904, 200904), (75776, 109568), (75776, 100352)),
+}
+
+
+def gemms(gpu: Gpu):
+    """(shape's name, tokens, kernel, macros, dynamic shared memory) of every schedule we time."""
+    for name, tokens in SHARED:
+        shape = SHAPES[name]
+        for kernel, defines, shared, _ in gemm_kernels(shape, schedule(shape, tokens, gpu)):
+            yield name, tokens, kernel, defines, shared
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("kernel", SMALL)
+def test_small_kernels(kernel, arch):
+    found = nvrtc.resources(kernel, arch, SMALL[kernel])
+    assert found.spills == found.stack == 0
+    assert found.registers <= REGISTERS[kernel, 0][list(GPUS).index(arch)]
+    assert found.static_shared <= 8192
+
+
+@pytest.mark.parametrize("arch", GPUS)
+def test_gemm_kernels(arch):
+    gpu, limit = GPUS[arch]
+    compiled = {}
+    for name, tokens, kernel, defines, shared in gemms(gpu):
+        key = kernel, *sorted(defines.items())
+        if key not in compiled:
+            compiled[key] = nvrtc.resources(kernel, arch, defines)
+        found, where = compiled[key], f"{name}, {tokens} tokens, {kernel}"
+        assert found.spills == found.stack == 0 and not found.serialized, where
+        most = REGISTERS[kernel, defines["BLOCK_ROWS"]][list(GPUS).index(arch)]
+        assert found.registers <= most, where
+        assert shared + found.static_shared <= limit, where
+        assert shared in SHARED[name, tokens][list(GPUS).index(arch)], where
+
+
+def test_a_kernel_that_does_not_compile_says_why():
+    with pytest.raises(Exception, match="HIDDEN"):
+        nvrtc.compile_cubin("moe/combine", "sm_90a", {"TOP_K": 8})
+
+
+def test_cubins_are_cached_by_options(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = nvrtc.cached_cubin("moe/align", "sm_90a", {"EXPERTS": 384})
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *a: pytest.fail("compiled again"))
+    assert nvrtc.cached_cubin("moe/align", "sm_90a", {"EXPERTS": 384}) == first
+    monkeypatch.setattr(nvrtc, "compile_cubin", lambda *a: (b"other", ""))
+    assert nvrtc.cached_cubin("moe/align", "sm_90a", {"EXPERTS": 48}) == b"other"
+    assert nvrtc.cached_cubin("moe/align", "sm_120a", {"EXPERTS": 384}) == b"other"
