@@ -21,18 +21,15 @@ from numpy.typing import NDArray
 
 from kconvert.convert.output.publish import Place
 from kconvert.convert.output.writer import BlobWriter
-from kconvert.convert.plan import Job, Plan
+from kconvert.convert.plan import Job, Plan, PlannedTensor
 from kconvert.convert.progress import Meter
 from kconvert.convert.source import Source
-from kconvert.layouts.blob import BlobTensor
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import KconvertError
+from kconvert.layouts.experts import Cut
 from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, check_weight_shape
 from kconvert.layouts.model import Expert
-from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch
-from kconvert.layouts.sharding import RankSlice, stacked_names
-
-_SCALE_BITS = {"BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
 
 
 def memory_bound(plan: Plan, workers: int) -> int:
@@ -41,11 +38,10 @@ def memory_bound(plan: Plan, workers: int) -> int:
     for job in plan.jobs:
         if job.experts:
             matrices = job.group.experts[0]
-            expert = max(expert, sum(t.nbytes for matrix in matrices for t in matrix))
+            expert = max(expert, sum(t.nbytes for matrix in matrices for t in matrix.tensors))
         for file in job.files:
-            for tensor in file.tensors:
-                if tensor.experts:
-                    piece = max(piece, sum(t.nbytes // t.experts for t in file.tensors))
+            if file.rank_slice is not None:
+                piece = max(piece, sum(t.nbytes // t.experts for t in file.blob_tensors))
     return workers * (expert + piece + CHUNK_BYTES)
 
 
@@ -115,79 +111,65 @@ class _Packer:
 
     def __init__(self, plan: Plan, reader: Reader, meter: Meter) -> None:
         self._layout = plan.target.layout
-        self._quantization = plan.dims.quantization
         self._reader = reader
         self._meter = meter
         self._scratch = Scratch()
 
     def tasks(self, job: Job, writers: list[BlobWriter]) -> Iterator[Callable[[], None]]:
         """One task a whole tensor, and one an expert for all the ranks that hold it."""
-        sources = {tensor.name: tensor for tensor in job.copied}
-        ranks = []
         for writer in writers:
-            held = writer.planned.held
-            if held is None:
+            if writer.planned.rank_slice is None:
                 for tensor in writer.planned.tensors:
-                    yield partial(self._copy, writer, tensor, sources[tensor.name])
-            else:
-                ranks.append((writer, held))
-        names = stacked_names(job.group.prefix)
+                    yield partial(self._copy, writer, tensor)
         for index in job.experts:
-            owners = [(writer, held) for writer, held in ranks if index in held.experts]
-            yield partial(self._convert, job.group.experts[index], index, owners, names)
-
-    def _copy(self, writer: BlobWriter, tensor: BlobTensor, source: SourceTensor) -> None:
-        buffer = self._scratch.take("chunk", (CHUNK_BYTES,), np.uint8)
-        with self._meter.busy("write", tensor.nbytes):
-            writer.write_whole(tensor, self._reader.chunks(source, buffer))
-
-    def _convert(
-        self,
-        expert: Expert,
-        index: int,
-        owners: list[tuple[BlobWriter, RankSlice]],
-        names: tuple[str, ...],
-    ) -> None:
-        busy, size = self._meter.busy, sum(t.nbytes for matrix in expert for t in matrix)
-        with busy("convert", size):
-            gate, gate_scale = self._load("gate", expert.gate)
-            up, up_scale = self._load("up", expert.up)
-            down, down_scale = self._load("down", expert.down)
-        hidden = range(len(down))
-        groups = self._quantization.groups(range(len(down)))
-        layout = self._layout
-        for writer, (experts, rows) in owners:
-            by_name = {tensor.name: tensor for tensor in writer.planned.tensors}
-            tensors = [by_name[name] for name in names]
-            scale_bits = gate_scale.dtype, down_scale.dtype
-            dtypes = np.int32, scale_bits[0], np.int32, scale_bits[1]
-            outs = [
-                self._scratch.take(f"out {i}", tensor.shape[1:], dtype)
-                for i, (tensor, dtype) in enumerate(zip(tensors, dtypes, strict=True))
+            owners = [
+                (writer, part.experts.index(index))
+                for writer in writers
+                if (part := writer.planned.rank_slice) is not None and index in part.experts
             ]
-            w13, w13_scale, w2, w2_scale = outs
-            with busy("convert"):
-                layout.pack_weight_into(gate, rows, hidden, w13, 0)
-                layout.pack_weight_into(up, rows, hidden, w13, len(rows))
-                layout.pack_scales_into(gate_scale, rows, groups, w13_scale, 0)
-                layout.pack_scales_into(up_scale, rows, groups, w13_scale, len(rows))
-                layout.pack_weight_into(down, hidden, rows, w2, 0)
-                layout.pack_scales_into(
-                    down_scale, hidden, self._quantization.groups(rows), w2_scale, 0
-                )
-            with busy("write", sum(out.nbytes for out in outs)):
-                for tensor, out in zip(tensors, outs, strict=True):
-                    writer.write_expert(tensor, index - experts.start, memoryview(out).cast("B"))
+            yield partial(self._convert, job.group.experts[index], owners)
 
-    def _load(self, role: str, matrix: QuantizedMatrix) -> tuple[NDArray[Any], NDArray[Any]]:
-        """A matrix's packed words int32 [N, K/8] and scale bits [N, G]; weight_shape is checked."""
-        packed = self._scratch.take(role, matrix.packed.shape, np.int32)
-        scale = self._scratch.take(
-            f"{role} scale", matrix.scale.shape, _SCALE_BITS[matrix.scale.dtype]
-        )
-        shape = self._scratch.take("shape", (matrix.shape.nbytes,), np.uint8)
-        for tensor, out in zip(matrix, (packed, scale, shape), strict=True):
+    def _copy(self, writer: BlobWriter, tensor: PlannedTensor) -> None:
+        assert isinstance(tensor.source, SourceTensor)
+        buffer = self._scratch.take("chunk", (CHUNK_BYTES,), np.uint8)
+        with self._meter.busy("write", tensor.blob.nbytes):
+            writer.write_whole(tensor.blob, self._reader.chunks(tensor.source, buffer))
+
+    def _convert(self, expert: Expert, owners: list[tuple[BlobWriter, int]]) -> None:
+        """Pack an expert for every writer; the numbers are its index among theirs."""
+        with self._meter.busy("convert", sum(t.nbytes for m in expert for t in m.tensors)):
+            loaded = {
+                (projection, role): array
+                for projection, matrix in expert._asdict().items()
+                for role, array in self._load(projection, matrix).items()
+            }
+        for writer, local in owners:
+            packed = []
+            with self._meter.busy("convert"):
+                for tensor in writer.planned.tensors:
+                    assert isinstance(tensor.source, Cut)
+                    role, name = tensor.source.tensor.role, tensor.source.tensor.name
+                    dtype = NUMPY_BITS[tensor.blob.dtype]
+                    out = self._scratch.take(name, tensor.blob.shape[1:], dtype)
+                    for projection, rows, columns, at in tensor.source.parts:
+                        source = loaded[projection, role]
+                        self._layout.pack_into(role, source, rows, columns, out, at)
+                    packed.append(memoryview(out).cast("B"))
+            with self._meter.busy("write", sum(map(len, packed))):
+                for tensor, data in zip(writer.planned.tensors, packed, strict=True):
+                    writer.write_expert(tensor.blob, local, data)
+
+    def _load(self, projection: str, matrix: QuantizedMatrix) -> dict[str, NDArray[Any]]:
+        """A matrix's codes int32 [N, K/8] and scale bits [N, G]; what is dropped is checked."""
+        loaded = {}
+        for role in ("code", "scale"):
+            tensor = getattr(matrix, role)
+            out = self._scratch.take(f"{projection} {role}", tensor.shape, NUMPY_BITS[tensor.dtype])
             self._reader.read_into(tensor, out)
-        rows, words = packed.shape
-        check_weight_shape(matrix.shape, memoryview(shape), rows, 8 * words)
-        return packed, scale
+            loaded[role] = out
+        rows, words = loaded["code"].shape
+        for tensor in matrix.dropped:
+            raw = self._scratch.take("dropped", (tensor.nbytes,), np.uint8)
+            self._reader.read_into(tensor, raw)
+            check_weight_shape(tensor, memoryview(raw), rows, 8 * words)
+        return loaded

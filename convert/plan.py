@@ -4,24 +4,25 @@ Pure: it reads nothing and writes nothing, so it can be printed (`--dry-run`) an
 """
 
 import json
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from kconvert.convert.share import Share
 from kconvert.layouts import blob
-from kconvert.layouts.blob import BlobInfo, BlobTensor
+from kconvert.layouts.blob import BlobInfo, BlobTensor, Sharding
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.layouts.experts import STACKED, W13_ROWS, Cut
+from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import VISION, Group, Model, layer_name, layer_numbers, ranges
-from kconvert.layouts.registry import Layout
 from kconvert.layouts.sharding import (
     ModelDims,
     Parallelism,
     RankSlice,
     check_parallelism,
     rank_slice,
-    stacked_names,
 )
 
 
@@ -34,16 +35,34 @@ class Target(NamedTuple):
     commit: str | None = None
 
 
+class PlannedTensor(NamedTuple):
+    """A tensor of a blob to be, and what it is made of: a source tensor that is copied, or what
+    `Cut` takes out of every local expert."""
+
+    blob: BlobTensor
+    source: SourceTensor | Cut
+
+
 @dataclass(frozen=True)
 class PlannedFile:
     """A blob to be: its path under the output, tensors with offsets, and size in bytes."""
 
     path: str
-    tensors: tuple[BlobTensor, ...]
+    tensors: tuple[PlannedTensor, ...]
     info: BlobInfo  # with blank digests
-    held: RankSlice | None  # None: the tensors are whole, the file is common to all ranks
+    rank_slice: RankSlice | None  # None: the tensors are whole, the file is common to all ranks
     header_bytes: int
     nbytes: int
+
+    @property
+    def rank(self) -> int | None:
+        """Whose it is; None where it is common."""
+        return self.info.sharding and self.info.sharding.rank
+
+    @property
+    def blob_tensors(self) -> tuple[BlobTensor, ...]:
+        """Its tensors as the header lists them."""
+        return tuple(tensor.blob for tensor in self.tensors)
 
 
 @dataclass(frozen=True)
@@ -56,13 +75,13 @@ class Job:
     @property
     def copied(self) -> tuple[SourceTensor, ...]:
         """The source tensors that go unchanged into this job's common file, if it has one."""
-        return self.group.whole if any(f.held is None for f in self.files) else ()
+        return self.group.whole if any(f.rank_slice is None for f in self.files) else ()
 
     @property
     def experts(self) -> list[int]:
         """The experts that a file of this job holds."""
-        held = [f.held.experts for f in self.files if f.held is not None]
-        return [e for e in range(len(self.group.experts)) if any(e in one for one in held)]
+        parts = [f.rank_slice.experts for f in self.files if f.rank_slice is not None]
+        return [e for e in range(len(self.group.experts)) if any(e in part for part in parts)]
 
     @property
     def source_tensors(self) -> Iterable[SourceTensor]:
@@ -70,7 +89,7 @@ class Job:
         yield from self.copied
         for e in self.experts:
             for matrix in self.group.experts[e]:
-                yield from matrix
+                yield from matrix.tensors
 
     @property
     def shards(self) -> set[str]:
@@ -165,7 +184,7 @@ def make_plan(
         now = [
             file
             for file in files
-            if not skipped and (file.held is None or file.info.rank in wanted_ranks)
+            if not skipped and (file.rank is None or file.rank in wanted_ranks)
         ]
         others += [file for file in files if file not in now]
         if now:
@@ -181,27 +200,28 @@ def make_plan(
 def check_accounts(plan: Plan) -> None:
     """Every source tensor goes to one place, every byte of it: raise KconvertError otherwise.
 
-    Where all ranks of a group are planned, the bytes written are the bytes read, less the
-    weight_shape tensors (checked, not stored), plus channelwise down scales, which every rank
-    that shares an expert needs.
+    Where all ranks of a group are planned, the bytes written are the bytes read, less what is
+    checked and dropped (weight_shape), plus what every rank that shares an expert needs whole.
     """
     seen: set[str] = set()
+    moe_tp, quantization = plan.target.parallelism.moe_tp, plan.dims.quantization
     for job in plan.jobs:
         names = [tensor.name for tensor in job.source_tensors]
         if len(set(names)) < len(names) or not seen.isdisjoint(names):
             raise KconvertError(f"{job.group.name}: a tensor is planned twice; this is a bug.")
         seen.update(names)
-        copies = plan.target.parallelism.moe_tp
-        planned = [file for file in job.files if file.held is not None]
-        if len(planned) not in (0, plan.target.parallelism.tp):
+        ranks = [file for file in job.files if file.rank_slice is not None]
+        if len(ranks) not in (0, plan.target.parallelism.tp):
             continue
         read = sum(tensor.nbytes for tensor in job.copied)
-        for e in job.experts:
-            for matrix in job.group.experts[e]:
-                read += matrix.packed.nbytes + matrix.scale.nbytes
-            if plan.dims.quantization.group_size is None:
-                read += (copies - 1) * job.group.experts[e].down.scale.nbytes
-        written = sum(tensor.nbytes for file in job.files for tensor in file.tensors)
+        for stacked in STACKED:
+            copies = stacked.copies(quantization, moe_tp)
+            read += copies * sum(
+                getattr(getattr(job.group.experts[e], projection), stacked.role).nbytes
+                for e in job.experts
+                for projection in stacked.projections
+            )
+        written = sum(tensor.blob.nbytes for file in job.files for tensor in file.tensors)
         if read != written:
             raise KconvertError(
                 f"{job.group.name}: {read:,} bytes are read and {written:,} planned to be written;"
@@ -215,18 +235,13 @@ def _files(
     """All files of a group: the common one and, for MoE layers, one a rank."""
     files = []
     if group.whole:
-        whole = (BlobTensor(t.name, t.dtype, t.shape, 0, t.nbytes) for t in group.whole)
-        path = f"{blob.COMMON_FOLDER}/{group.name}.safetensors"
-        files.append(_file(path, whole, None, None, target, _content(group.whole, contents)))
+        content = _content(group.whole, contents)
+        files.append(_common_file(group, target, content))
     if group.experts:
-        tp = target.parallelism.tp
-        tensors = (t for expert in group.experts for matrix in expert for t in matrix)
+        tensors = (t for expert in group.experts for matrix in expert for t in matrix.tensors)
         content = _content(tensors, contents)
-        for rank in range(tp):
-            held = rank_slice(dims, target.parallelism, rank)
-            stacked = _stacked(group, dims, target.layout, held)
-            path = f"{blob.rank_folder(rank, tp)}/{group.name}.safetensors"
-            files.append(_file(path, stacked, rank, held, target, content))
+        for rank in range(target.parallelism.tp):
+            files.append(_rank_file(group, dims, target, rank, content))
     return files
 
 
@@ -235,30 +250,59 @@ def _content(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> st
     return blob.digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
-def _stacked(group: Group, dims: ModelDims, layout: Layout, held: RankSlice) -> list[BlobTensor]:
-    """The four tensors of a rank's blob, in the order a forward pass reads them."""
-    n, k, experts = len(held.rows), dims.hidden, len(held.experts)
-    w13_groups = len(dims.quantization.groups(range(k)))
-    w2_groups = len(dims.quantization.groups(held.rows))
-    shapes = (
-        ("I32", layout.weight_shape(2 * n, k)),
-        (_scale_dtype(group, ("gate", "up")), layout.scale_shape(2 * n, w13_groups)),
-        ("I32", layout.weight_shape(k, n)),
-        (_scale_dtype(group, ("down",)), layout.scale_shape(k, w2_groups)),
-    )
-    return [
-        BlobTensor(
-            name, dtype, (experts, *shape), 0,
-            experts * shape[0] * shape[1] * blob.DTYPE_BYTES[dtype], experts,
+def _common_file(group: Group, target: Target, content: str) -> PlannedFile:
+    tensors = [
+        PlannedTensor(BlobTensor(t.name, t.dtype, t.shape, 0, t.nbytes), t) for t in group.whole
+    ]
+    path = f"{blob.COMMON_FOLDER}/{group.name}.safetensors"
+    return _file(path, tensors, target, content, {"version": blob.COMMON_VERSION})
+
+
+def _rank_file(
+    group: Group, dims: ModelDims, target: Target, rank: int, content: str
+) -> PlannedFile:
+    """Shapes and sources of the stacked tensors, in the order a forward pass reads them."""
+    layout, (tp, ep) = target.layout, target.parallelism
+    experts, rows = part = rank_slice(dims, target.parallelism, rank)
+    matrices = [matrix for expert in group.experts for matrix in expert]
+    scale_dtype = _one_dtype(matrix.scale for matrix in matrices)
+    shape_dtype = _one_dtype(tensor for matrix in matrices for tensor in matrix.dropped)
+    tensors = []
+    for stacked in STACKED:
+        cut = stacked.cut(rows, dims.hidden)
+        dtype = "I32" if stacked.role == "code" else scale_dtype
+        shape = (len(experts), *layout.shape(stacked.role, cut.n, cut.k))
+        stored = BlobTensor(
+            name=f"{group.prefix}{stacked.name}",
+            dtype=dtype,
+            shape=shape,
+            offset=0,
+            nbytes=math.prod(shape) * blob.DTYPE_BYTES[dtype],
+            experts=len(experts),
         )
-        for name, (dtype, shape) in zip(stacked_names(group.prefix), shapes, strict=True)
-    ]  # fmt: skip
+        tensors.append(PlannedTensor(stored, cut))
+    sharding = Sharding(
+        layout=layout.name,
+        rank=rank,
+        tp=tp,
+        ep=ep,
+        quantization=blob.described(dims.quantization, scale_dtype),
+        w13_rows=W13_ROWS,
+        padding=None,
+        dropped={"weight_shape": shape_dtype},
+    )  # fmt: skip
+    identity = {
+        "version": layout.version, "layout": layout.name, "tp": tp, "ep": ep,
+        "slice": [experts.start, experts.stop, rows.start, rows.stop],
+    }  # fmt: skip
+    path = f"{blob.rank_folder(rank, tp)}/{group.name}.safetensors"
+    return _file(path, tensors, target, content, identity, sharding, part)
 
 
-def _scale_dtype(group: Group, projections: tuple[str, ...]) -> str:
-    scales = [getattr(e, projection).scale for e in group.experts for projection in projections]
-    first = scales[0]
-    other = next((scale for scale in scales if scale.dtype != first.dtype), None)
+def _one_dtype(tensors: Iterable[SourceTensor]) -> str:
+    """The dtype of tensors that are stacked, or described together."""
+    first, *others = tensors
+    other = next((tensor for tensor in others if tensor.dtype != first.dtype), None)
     if other is not None:
         raise CheckpointError(
             f"{other.shard}, tensor {other.name}: dtype {other.dtype} found, {first.dtype} expected"
@@ -269,27 +313,39 @@ def _scale_dtype(group: Group, projections: tuple[str, ...]) -> str:
 
 def _file(
     path: str,
-    tensors: Iterable[BlobTensor],
-    rank: int | None,
-    held: RankSlice | None,
+    tensors: list[PlannedTensor],
     target: Target,
     content: str,
+    identity: dict[str, object],
+    sharding: Sharding | None = None,
+    part: RankSlice | None = None,
 ) -> PlannedFile:
-    placed = blob.lay_out(tensors)
-    tp, ep = target.parallelism
-    identity = {
-        "format": blob.FORMAT_VERSION, "layout": target.layout.NAME, "tp": tp, "ep": ep,
-        "slices": held and [held.experts.start, held.experts.stop, held.rows.start, held.rows.stop],
-        "tensors": [(t.name, t.dtype, t.shape) for t in placed],
-        "content": content,
+    """A blob with its tensors laid out. `identity` and `content` are what its bytes follow from."""
+    sources = {tensor.blob.name: tensor.source for tensor in tensors}
+    placed = blob.lay_out(tensor.blob for tensor in tensors)
+    identity = identity | {
+        "tensors": [(t.name, t.dtype, t.shape) for t in placed], "content": content,
     }  # fmt: skip
+    digests, expert_digests = blob.blank_digests(placed)
     info = BlobInfo(
-        blob.FORMAT_VERSION, target.layout.NAME, rank, tp, ep, target.repo, target.commit,
-        blob.digest(json.dumps(identity, sort_keys=True).encode()), *blob.blank_digests(placed),
-    )  # fmt: skip
+        format=blob.FORMAT_VERSION,
+        repo=target.repo,
+        commit=target.commit,
+        content=content,
+        fingerprint=blob.digest(json.dumps(identity, sort_keys=True).encode()),
+        digests=digests,
+        expert_digests=expert_digests,
+        sharding=sharding,
+    )
     header_bytes = len(blob.encode_header(placed, info))
-    data_bytes = sum(tensor.nbytes for tensor in placed)
-    return PlannedFile(path, placed, info, held, header_bytes, header_bytes + data_bytes)
+    return PlannedFile(
+        path=path,
+        tensors=tuple(PlannedTensor(stored, sources[stored.name]) for stored in placed),
+        info=info,
+        rank_slice=part,
+        header_bytes=header_bytes,
+        nbytes=header_bytes + sum(stored.nbytes for stored in placed),
+    )
 
 
 def _layer(group: Group) -> int | None:

@@ -75,7 +75,7 @@ class Prepared:
         }
         small = {name: digest(content) for name, content in self.small_files.items()}
         return Outline(
-            target.layout.NAME, *target.parallelism, self.options.text_only,
+            target.layout.name, *target.parallelism, self.options.text_only,
             target.repo, target.commit, self.options.revision, blobs, small,
         )  # fmt: skip
 
@@ -142,19 +142,21 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
             "--overwrite is nothing for a share (--shard, or what a launcher has set): none knows"
             " what the others have replaced; delete the old output first."
         )
+    layout = layout_named(options.layout)
     with _without_collection():
         opened = _open(str(source), output, options)
         checkpoint = opened.checkpoint
         judge.refuse_reserved(checkpoint.small_files)
         judge.overlap(opened.folder, map(opened.path, checkpoint.shards), output)
+        model = read_model(checkpoint)
         plan = make_plan(
-            read_model(checkpoint),
+            model,
             opened.contents,
             Target(
-                layout_named(options.layout),
-                Parallelism(options.tp, options.ep),
-                opened.name,
-                opened.commit,
+                layout=layout(model.dims.quantization),
+                parallelism=Parallelism(options.tp, options.ep),
+                repo=opened.name,
+                commit=opened.commit,
             ),
             layers=options.layers,
             ranks=options.ranks,

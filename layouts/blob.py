@@ -8,16 +8,19 @@ width, so a header's size is known before its digests are.
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import xxhash
 
 from kconvert.layouts.errors import OutputError
+from kconvert.layouts.experts import W13_ROWS
 from kconvert.layouts.header import DTYPE_BYTES, Header, read_header
+from kconvert.layouts.quantization import Quantization
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 1  # what readers must understand; the newest that this code reads
+COMMON_VERSION = 1  # of a common blob's bytes; a rank's blob has its layout's
 PAGE = 4096
 NO_DIGEST = "0" * 32
 
@@ -37,19 +40,60 @@ class BlobTensor(NamedTuple):
 
 
 @dataclass(frozen=True)
-class BlobInfo:
-    """What a blob says of itself. `rank` None: common to all ranks."""
+class Sharding:
+    """What a rank's blob says of how its experts were cut and packed."""
 
-    format: int
     layout: str
-    rank: int | None
+    rank: int
     tp: int
     ep: int
+    quantization: dict[
+        str, Any
+    ]  # scheme, bits, group_size (null: channelwise), zero_point, scale_dtype
+    w13_rows: str  # experts.W13_ROWS
+    padding: object  # null: there is none
+    dropped: dict[str, str]  # companions of the source that are not kept → their dtype
+
+    def read_quantization(self) -> Quantization:
+        """`quantization` without its scale dtype; OutputError where it is one of a later writer."""
+        table = dict(self.quantization)
+        scheme, _ = table.pop("scheme", None), table.pop("scale_dtype", None)
+        if scheme != "int" or table.keys() != set(Quantization._fields):
+            raise OutputError(
+                f"a blob's quantization is {self.quantization}: this version reads integer codes"
+                f" with {', '.join(Quantization._fields)}."
+            )
+        return Quantization(**table)
+
+
+@dataclass(frozen=True)
+class BlobInfo:
+    """What a blob says of itself. `sharding` None: common to all ranks, layouts and parallelisms.
+
+    `unknown`: keys of a later writer, kept as they are.
+    """
+
+    format: int
     repo: str | None
     commit: str | None
-    fingerprint: str
+    content: str  # the identity of the source bytes it was made from
+    fingerprint: str  # of that, and of all else its bytes follow from
     digests: dict[str, str]  # tensor → xxh3_128, for stacked experts over their digests
     expert_digests: dict[str, list[str]]  # stacked tensor → xxh3_128 of each local expert
+    sharding: Sharding | None = None
+    unknown: dict[str, Any] = field(default_factory=dict)
+
+    def encode(self) -> str:
+        """The metadata's JSON: one flat object."""
+        table = dict(vars(self))
+        sharding, unknown = table.pop("sharding"), table.pop("unknown")
+        table |= {} if sharding is None else vars(sharding)
+        return json.dumps(table | unknown, separators=(",", ":"), ensure_ascii=False)
+
+
+def described(quantization: Quantization, scale_dtype: str) -> dict[str, Any]:
+    """A quantization as a blob states it; `scheme` "int": integer codes times scales."""
+    return {"scheme": "int", **quantization._asdict(), "scale_dtype": scale_dtype}
 
 
 def lay_out(tensors: Iterable[BlobTensor]) -> tuple[BlobTensor, ...]:
@@ -68,12 +112,7 @@ def lay_out(tensors: Iterable[BlobTensor]) -> tuple[BlobTensor, ...]:
 
 def encode_header(tensors: Iterable[BlobTensor], info: BlobInfo) -> bytes:
     """The header as it lies in the file: length prefix, JSON, spaces up to the next page."""
-    table: dict[str, object] = {
-        "__metadata__": {
-            "format": "pt",
-            "kconvert": json.dumps(vars(info), separators=(",", ":"), ensure_ascii=False),
-        }
-    }
+    table: dict[str, object] = {"__metadata__": {"format": "pt", "kconvert": info.encode()}}
     for tensor in tensors:
         table[tensor.name] = {
             "dtype": tensor.dtype,
@@ -119,39 +158,70 @@ def read_blob(path: Path) -> tuple[Header, BlobInfo]:
 
 
 def blob_info(header: Header, file: str) -> BlobInfo:
-    """The `kconvert` metadata of a blob's header; OutputError where it is absent or malformed."""
+    """The `kconvert` metadata of a blob's header; OutputError where it is absent, malformed or of
+    a later format."""
     try:
-        info = BlobInfo(**json.loads(header.metadata["kconvert"]))
-        _check_info(info)
+        table = json.loads(header.metadata["kconvert"])
+        if type(table["format"]) is int and table["format"] > FORMAT_VERSION:
+            raise OutputError(
+                f"{file} has format {table['format']}, this version reads up to {FORMAT_VERSION}:"
+                " use the version that wrote it, or convert again."
+            )
+        info = _parsed(table)
+    except OutputError:
+        raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise OutputError(
             f"{file} was not written by kconvert, or damaged: its metadata is not readable."
         ) from None
-    if info.format != FORMAT_VERSION:
+    if info.sharding and (info.sharding.w13_rows, info.sharding.padding) != (W13_ROWS, None):
         raise OutputError(
-            f"{file} has format {info.format}, this version reads {FORMAT_VERSION}:"
-            " convert again or use the version that wrote it."
+            f"{file} has w13_rows {info.sharding.w13_rows!r:.40} and padding"
+            f" {info.sharding.padding!r:.40}, this version reads {W13_ROWS!r} without padding."
         )
     return info
 
 
-def _check_info(info: BlobInfo) -> None:
-    """Raise ValueError or TypeError unless every field can be what it should be."""
+_SHARDING = tuple(field.name for field in fields(Sharding))
+_COMMON = tuple(
+    field.name for field in fields(BlobInfo) if field.name not in ("sharding", "unknown")
+)
+
+
+def _parsed(table: dict[str, Any]) -> BlobInfo:
+    """Raises KeyError, TypeError or ValueError unless every field is what it should be."""
+    common = {name: table.pop(name) for name in _COMMON}
+    sharding = None
+    if "rank" in table:
+        sharding = Sharding(**{name: table.pop(name) for name in _SHARDING})
+        _check_sharding(sharding)
+    info = BlobInfo(**common, sharding=sharding, unknown=table)
     if not (
-        all(type(value) is int for value in (info.format, info.tp, info.ep))
-        and all(isinstance(value, str) for value in (info.layout, info.fingerprint))
+        type(info.format) is int
+        and info.format >= 1
+        and isinstance(info.fingerprint, str)
         and all(value is None or isinstance(value, str) for value in (info.repo, info.commit))
-        and (info.rank is None or type(info.rank) is int)
     ):
         raise TypeError("a field of another type")
-    if not (1 <= info.ep <= info.tp and info.tp % info.ep == 0):
-        raise ValueError("tp and ep")
-    if info.rank is not None and not 0 <= info.rank < info.tp:
-        raise ValueError("rank")
     lists = [list(info.digests.values()), *info.expert_digests.values()]
-    for value in [info.fingerprint, *(value for values in lists for value in values)]:
+    for value in [info.fingerprint, info.content, *(v for values in lists for v in values)]:
         if len(bytes.fromhex(value)) != len(NO_DIGEST) // 2:
             raise ValueError("digest")
+    return info
+
+
+def _check_sharding(sharding: Sharding) -> None:
+    if not (
+        all(type(value) is int for value in (sharding.rank, sharding.tp, sharding.ep))
+        and isinstance(sharding.layout, str)
+        and isinstance(sharding.quantization, dict)
+        and isinstance(sharding.dropped, dict)
+    ):
+        raise TypeError("a field of another type")
+    if not (1 <= sharding.ep <= sharding.tp and sharding.tp % sharding.ep == 0):
+        raise ValueError("tp and ep")
+    if not 0 <= sharding.rank < sharding.tp:
+        raise ValueError("rank")
 
 
 def rank_folder(rank: int, tp: int) -> str:

@@ -30,6 +30,11 @@ class SourceTensor(NamedTuple):
     start: int
     nbytes: int
 
+    def part(self, index: int) -> "SourceTensor":
+        """Number `index` along the first axis: an expert's matrix in a tensor of all of them."""
+        size = self.nbytes // self.shape[0]
+        return self._replace(shape=self.shape[1:], start=self.start + index * size, nbytes=size)
+
 
 @dataclass(frozen=True)
 class Shard:

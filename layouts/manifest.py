@@ -1,8 +1,9 @@
 """kconvert.json: what an output holds, written last, and the proof that it is all there."""
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Any
 
 from kconvert.layouts.blob import FORMAT_VERSION, digest
 from kconvert.layouts.checkpoint import read_json
@@ -21,6 +22,7 @@ class FileEntry:
     bytes: int
     digest: str
     fingerprint: str | None = None
+    unknown: dict[str, Any] = field(default_factory=dict)  # keys of a later writer
 
 
 @dataclass(frozen=True)
@@ -35,12 +37,14 @@ class Manifest:
     repo: str | None
     commit: str | None
     files: dict[str, FileEntry]
+    format: int = FORMAT_VERSION
+    unknown: dict[str, Any] = field(default_factory=dict)  # keys of a later writer
 
 
 def encode_manifest(manifest: Manifest) -> bytes:
     """The manifest's bytes: the same for the same content; the last key is its own digest."""
-    table = {"format": FORMAT_VERSION, **asdict(manifest)}
-    table["files"] = {name: asdict(entry) for name, entry in sorted(manifest.files.items())}
+    files = {name: _flat(entry) for name, entry in sorted(manifest.files.items())}
+    table = {"format": manifest.format, **_flat(manifest), "files": files}
     return json.dumps({**table, "digest": _own_digest(table)}, indent=1).encode() + b"\n"
 
 
@@ -57,14 +61,17 @@ def read_manifest(output: Path) -> Manifest:
     except CheckpointError as error:
         raise OutputError(str(error)) from None
     try:
-        own = table.pop("digest")
-        version = table.pop("format")
-        if version != FORMAT_VERSION:
-            raise OutputError(f"{path} has format {version}, this version reads {FORMAT_VERSION}.")
-        if own != _own_digest({"format": version, **table}):
+        own, version = table.pop("digest"), table["format"]
+        if type(version) is int and version > FORMAT_VERSION:
+            raise OutputError(
+                f"{path} has format {version}, this version reads up to {FORMAT_VERSION}: use the"
+                " version that wrote it, or convert again."
+            )
+        if own != _own_digest(table):
             raise OutputError(f"{path} was changed after it was written: its digest disagrees.")
-        files = {name: FileEntry(**entry) for name, entry in table.pop("files").items()}
-        manifest = Manifest(**table, files=files)
+        entries = table.pop("files").items()
+        files = {name: FileEntry(**_known(FileEntry, entry)) for name, entry in entries}
+        manifest = Manifest(**_known(Manifest, table), files=files)
         _check(manifest)
     except OutputError:
         raise
@@ -73,8 +80,23 @@ def read_manifest(output: Path) -> Manifest:
     return manifest
 
 
+def _flat(record: FileEntry | Manifest) -> dict[str, Any]:
+    """A record's fields, and beside them what its reader did not know."""
+    table = dict(vars(record))
+    return table | table.pop("unknown")
+
+
+def _known(kind: type[FileEntry | Manifest], table: dict[str, Any]) -> dict[str, Any]:
+    """The fields of `kind` in `table`; all else as `unknown`."""
+    names = {field.name for field in fields(kind)} - {"unknown"}
+    unknown = {key: value for key, value in table.items() if key not in names}
+    return {key: table[key] for key in table.keys() & names} | {"unknown": unknown}
+
+
 def _check(manifest: Manifest) -> None:
     """Raise ValueError unless every field can be what it should be."""
+    if type(manifest.format) is not int or manifest.format < 1:
+        raise ValueError(f"format {manifest.format!r:.20}")
     tp, ep = manifest.tp, manifest.ep
     if type(tp) is not int or type(ep) is not int or not 1 <= ep <= tp <= MOST or tp % ep:
         raise ValueError(f"tp {tp!r:.20} and ep {ep!r:.20}")

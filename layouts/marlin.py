@@ -8,7 +8,7 @@ With word(k, n) and nibble(k, n) the place of the code at row n, column k:
 
 Source of the formulas: vLLM 0.33's `gptq_marlin_repack` and `marlin_permute_scales`, whose
 outputs the golden tests compare with. Codes keep their values (value = nibble − 8).
-`pack_*` and `unpack_*` are inverses that share no index arithmetic: one is the proof of the other.
+Packing and unpacking share no index arithmetic: one is the proof of the other.
 """
 
 from typing import Any
@@ -16,46 +16,52 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kconvert.layouts.layout import Layout
 from kconvert.layouts.numba_jit import jit
+from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.repack import TILE_K, TILE_N, repack_marlin, transpose_scales
 
-NAME = "marlin"
+
+class Marlin(Layout):
+    """Tiles for tensor cores: codes int32 [K/16, 2N], scales [G, N] with permuted columns."""
+
+    name = "marlin"
+
+    def constraint(self, n: int, k: int) -> str | None:
+        """Tiles are 16 k × 64 n."""
+        if n % TILE_N:
+            return f"{n} rows do not divide into {TILE_N}-column tiles"
+        if k % TILE_K:
+            return f"{k} columns do not divide into {TILE_K}-row tiles"
+        return None
+
+    def shape(self, role: Role, n: int, k: int) -> tuple[int, int]:
+        if role == "code":
+            return k // TILE_K, 2 * n
+        return len(self.quantization.groups(range(k))), n
+
+    def pack_into(
+        self,
+        role: Role,
+        source: NDArray[Any],
+        rows: range,
+        columns: range,
+        out: NDArray[Any],
+        at: int,
+    ) -> None:
+        reason = self.constraint(len(rows), len(columns)) or self.constraint(at, columns.start)
+        if reason:
+            raise ValueError(f"marlin: {reason}")
+        if role == "code":
+            _pack_codes(source, rows, columns, out, at)
+        else:
+            _pack_scales(source, rows, self.quantization.groups(columns), out, at)
+
+    def unpack(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
+        return unpack_weight(packed) if role == "code" else unpermute_scales(packed)
 
 
-def constraint(n: int, k: int) -> str | None:
-    """Why a matrix [n, k] cannot be tiled, or None."""
-    if n % TILE_N:
-        return f"{n} rows do not divide into {TILE_N}-column tiles"
-    if k % TILE_K:
-        return f"{k} columns do not divide into {TILE_K}-row tiles"
-    return None
-
-
-def weight_shape(n: int, k: int) -> tuple[int, int]:
-    """Shape in int32 words of a packed [n, k] matrix."""
-    return k // TILE_K, 2 * n
-
-
-def scale_shape(n: int, groups: int) -> tuple[int, int]:
-    """Shape of the scales of an [n, k] matrix with `groups` scales a row."""
-    return groups, n
-
-
-def pack_weight_into(
-    source: NDArray[np.int32], rows: range, columns: range, out: NDArray[np.int32], at: int
-) -> None:
-    """Pack `rows` × `columns` of a matrix into `out`, as its rows from `at` on.
-
-    source int32 [N, K/8] in compressed-tensors' order; out int32 [len(columns)/16, 2M], M ≥ at +
-    len(rows) being the rows of the (fused) packed matrix. Both C-contiguous.
-    Raises ValueError for other arrays, or where tiles would be cut or lie outside.
-    """
-    reason = constraint(len(rows), len(columns)) or constraint(at, columns.start)
-    if reason:
-        raise ValueError(f"marlin: {reason}")
-    _check_array(source, np.int32, rows.stop, columns.stop // 8)
-    _check_array(out, np.int32, len(columns) // TILE_K, 2 * (at + len(rows)))
-    repack_marlin(source, rows.start, len(rows), columns.start // 8, len(columns) // 8, out, 2 * at)
+_CODES = Marlin(Quantization(None))  # codes lie the same way whatever the groups
 
 
 def pack_weight(weight_packed: NDArray[np.int32]) -> NDArray[np.int32]:
@@ -65,8 +71,8 @@ def pack_weight(weight_packed: NDArray[np.int32]) -> NDArray[np.int32]:
     """
     rows, words = weight_packed.shape
     n, k = rows, 8 * words
-    out = np.empty(weight_shape(n, k), np.int32)
-    pack_weight_into(np.ascontiguousarray(weight_packed), range(n), range(k), out, 0)
+    out = np.empty(_CODES.shape("code", n, k), np.int32)
+    _CODES.pack_into("code", np.ascontiguousarray(weight_packed), range(n), range(k), out, 0)
     return out
 
 
@@ -78,12 +84,57 @@ def unpack_weight(packed: NDArray[np.int32]) -> NDArray[np.int32]:
     packed = np.ascontiguousarray(packed)
     k_tiles, words = packed.shape
     _check_array(packed, np.int32, k_tiles, words)
-    reason = "an odd number of words" if words % 2 else constraint(words // 2, TILE_K * k_tiles)
-    if reason:
-        raise ValueError(f"marlin: {reason}")
+    if words % 2:
+        raise ValueError("marlin: an odd number of words")
+    _check_rows(words // 2)
     out = np.zeros((words // 2, 2 * k_tiles), np.int32)
     _unpack(packed, out)
     return out
+
+
+def permute_scales(scales: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Scales [N, G] → Marlin [G, N], same dtype (bf16 bits as uint16).
+
+    Raises ValueError unless N % 64 == 0.
+    """
+    n, groups = scales.shape
+    out = np.empty((groups, n), scales.dtype)
+    _pack_scales(np.ascontiguousarray(scales), range(n), range(groups), out, 0)
+    return out
+
+
+def unpermute_scales(permuted: NDArray[np.generic]) -> NDArray[np.generic]:
+    """Marlin scales [G, N] → [N, G]: column n is looked up where the kernel reads it.
+
+    Raises ValueError unless N % 64 == 0.
+    """
+    groups, columns = permuted.shape
+    _check_rows(columns)
+    n = np.arange(columns)
+    if groups > 1:
+        place = 64 * (n // 64) + 8 * (n % 8) + (n % 64) // 8
+    else:
+        place = 32 * (n // 32) + 8 * ((n % 8) // 2) + 2 * ((n % 32) // 8) + n % 2
+    return np.ascontiguousarray(permuted[:, place].T)
+
+
+def _pack_codes(
+    source: NDArray[np.int32], rows: range, columns: range, out: NDArray[np.int32], at: int
+) -> None:
+    _check_array(source, np.int32, rows.stop, columns.stop // 8)
+    _check_array(out, np.int32, len(columns) // TILE_K, 2 * (at + len(rows)))
+    repack_marlin(source, rows.start, len(rows), columns.start // 8, len(columns) // 8, out, 2 * at)
+
+
+def _pack_scales(
+    source: NDArray[np.generic], rows: range, groups: range, out: NDArray[np.generic], at: int
+) -> None:
+    """The column order depends on the number of groups alone, as the kernel decides by it."""
+    _check_rows(len(rows))
+    _check_array(source, source.dtype, rows.stop, groups.stop)
+    _check_array(out, source.dtype, len(groups), at + len(rows))
+    order = _column_order(len(rows), len(groups))
+    transpose_scales(source, rows.start, groups.start, out, at, order)
 
 
 @jit
@@ -99,41 +150,9 @@ def _unpack(packed, out):  # type: ignore[no-untyped-def]
                 out[n, k // 8] |= np.int32(code << np.uint32(4 * (k % 8)))
 
 
-def pack_scales_into(
-    source: NDArray[np.generic], rows: range, groups: range, out: NDArray[np.generic], at: int
-) -> None:
-    """Put scales `rows` × `groups` of source [N, G] into out [len(groups), M], columns from `at`.
-
-    One unsigned dtype for both (bf16 bits as uint16). The column order depends on the number of
-    groups alone, as the kernel decides by it. Raises ValueError for other arrays or sizes.
-    """
-    if len(rows) % TILE_N:
-        raise ValueError(f"marlin: {constraint(len(rows), TILE_K)}")
-    _check_array(source, source.dtype, rows.stop, groups.stop)
-    _check_array(out, source.dtype, len(groups), at + len(rows))
-    order = _column_order(len(rows), len(groups))
-    transpose_scales(source, rows.start, groups.start, out, at, order)
-
-
-def permute_scales(scales: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Scales [N, G] → Marlin [G, N], same dtype (bf16 bits as uint16). N % 64 == 0."""
-    n, groups = scales.shape
-    out = np.empty(scale_shape(n, groups), scales.dtype)
-    pack_scales_into(np.ascontiguousarray(scales), range(n), range(groups), out, 0)
-    return out
-
-
-def unpermute_scales(permuted: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Marlin scales [G, N] → [N, G]: column n is looked up where the kernel reads it."""
-    groups, columns = permuted.shape
-    if columns % TILE_N:
-        raise ValueError(f"marlin: {constraint(columns, TILE_K)}")
-    n = np.arange(columns)
-    if groups > 1:
-        place = 64 * (n // 64) + 8 * (n % 8) + (n % 64) // 8
-    else:
-        place = 32 * (n // 32) + 8 * ((n % 8) // 2) + 2 * ((n % 32) // 8) + n % 2
-    return np.ascontiguousarray(permuted[:, place].T)
+def _check_rows(n: int) -> None:
+    if n % TILE_N:
+        raise ValueError(f"marlin: {_CODES.constraint(n, TILE_K)}")
 
 
 def _check_array(array: NDArray[Any], dtype: Any, rows: int, columns: int) -> None:

@@ -36,6 +36,11 @@ class Group:
     prefix: str = ""  # what the experts' names begin with, up to `experts.`
     absent: tuple[str, ...] = ()
 
+    @property
+    def tensors(self) -> list[SourceTensor]:
+        """All of them, the experts' last."""
+        return [*self.whole, *(t for expert in self.experts for m in expert for t in m.tensors)]
+
 
 @dataclass(frozen=True)
 class Model:
@@ -101,15 +106,14 @@ def read_model(checkpoint: Checkpoint) -> Model:
             prefix,
         )
     for group in groups.values():
-        if not group.absent and len(group.whole) + 9 * len(group.experts) != here[group.name]:
+        if not group.absent and len(group.tensors) != here[group.name]:
             raise _unplaced(checkpoint, group)
     return Model(dims, groups)
 
 
 def _unplaced(checkpoint: Checkpoint, group: Group) -> CheckpointError:
     """The sentence on a tensor that has no place in its group, beside another of its kind."""
-    placed = {t.name for expert in group.experts for matrix in expert for t in matrix}
-    placed.update(tensor.name for tensor in group.whole)
+    placed = {tensor.name for tensor in group.tensors}
     name = next(
         name
         for name in checkpoint.tensors

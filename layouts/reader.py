@@ -14,6 +14,8 @@ from kconvert.layouts.errors import CheckpointError
 
 _ALIGNMENT = 4096
 CHUNK_BYTES = 8 << 20
+# What a stored dtype is read as: integers, and floats as their bits.
+NUMPY_BITS = {"I32": np.int32, "BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 
 
 class Scratch(threading.local):

@@ -122,7 +122,7 @@ def repack_marlin(source, row, rows, word, words, out, out_word):  # type: ignor
 
     source int32 [N, K/8] C-contiguous (compressed-tensors' order); out int32 [words/2, …]
     C-contiguous, of which the columns [out_word, out_word + 2·rows) are written.
-    rows % 64 == 0 and words % 2 == 0; nothing is checked here (see `marlin.pack_weight_into`).
+    rows % 64 == 0 and words % 2 == 0; nothing is checked here (see `marlin.Marlin`).
     """
     source_stride, out_stride = source.strides[0], out.strides[0]
     origin = source.ctypes.data + row * source_stride + 4 * word

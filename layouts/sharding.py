@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.formats.compressed_tensors import Quantization
+from kconvert.layouts.quantization import Quantization
 
 MOST = 10_000  # layers, experts, ranks: more is a damaged file or a slip of the finger
 
@@ -41,16 +41,6 @@ class RankSlice(NamedTuple):
 
     experts: range
     rows: range  # of gate and up; the same columns of down
-
-
-def stacked_names(prefix: str) -> tuple[str, str, str, str]:
-    """The four tensors that a layer's experts become; `prefix` ends in `experts.`"""
-    return (
-        f"{prefix}w13_weight_packed",
-        f"{prefix}w13_weight_scale",
-        f"{prefix}w2_weight_packed",
-        f"{prefix}w2_weight_scale",
-    )
 
 
 def rank_slice(dims: ModelDims, parallelism: Parallelism, rank: int) -> RankSlice:
@@ -104,7 +94,7 @@ def _problem(
     sliced = f"an expert's {dims.intermediate} rows over {moe_tp} ranks are {rows} a rank, and"
     group = dims.quantization.group_size
     if group and (rows % group or dims.hidden % group):
-        return f"{sliced} a quantisation group of {group} would be cut"
+        return f"{sliced} a quantization group of {group} would be cut"
     for n, k in ((rows, dims.hidden), (dims.hidden, rows)):
         reason = constraint(n, k)
         if reason:

@@ -11,7 +11,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.sharding import Parallelism, rank_experts, stacked_names
+from kconvert.layouts.experts import Matrix, stacked
+from kconvert.layouts.formats.compressed_tensors import unpack_codes
+from kconvert.layouts.quantization import dequantize
+from kconvert.layouts.sharding import Parallelism, rank_experts
 from kconvert.runtime import rope
 from kconvert.runtime.backends import cpu as ops
 from kconvert.runtime.config import ModelConfig
@@ -41,7 +44,7 @@ class Model:
         self._heads = ranks.slice("heads", config.heads)
         self._vocabulary = ranks.slice("tokens of the vocabulary", config.vocabulary)
         split = Parallelism(blobs.manifest.tp, blobs.manifest.ep)
-        self._held = rank_experts(config.experts, split, ranks.rank)
+        self._experts_here = rank_experts(config.experts, split, ranks.rank)
         self._experts: dict[tuple[int, int], tuple[Any, Any]] = {}
 
     def new_cache(self, slots: int) -> Array:
@@ -170,7 +173,7 @@ class Model:
         )
         y = np.zeros((*ids.shape, c.hidden), np.float32)  # [T, top_k, D]
         for expert in np.unique(ids):
-            if expert not in self._held:
+            if expert not in self._experts_here:
                 continue
             rows, slots = np.nonzero(ids == expert)
             w13, w2 = self._expert(layer, int(expert))
@@ -191,22 +194,19 @@ class Model:
         bf16((nibble − 8) · scale). It is kept, eight or four times the size of its codes."""
         key = layer, expert
         if key not in self._experts:
-            names = stacked_names(f"model.layers.{layer}.mlp.experts.")
-            local = expert - self._held.start
-            parts = [self.blobs.expert(name, local) for name in names]
+            prefix, local = f"model.layers.{layer}.mlp.experts.", expert - self._experts_here.start
             self._experts[key] = (
-                self._dequantise(parts[0], parts[1]),
-                self._dequantise(parts[2], parts[3]),
-            )
+                self._dequantized("w13", prefix, local), self._dequantized("w2", prefix, local),
+            )  # fmt: skip
         return self._experts[key]
 
-    def _dequantise(self, packed: NDArray[np.int32], scale: NDArray[Any]) -> Any:
+    def _dequantized(self, matrix: Matrix, prefix: str, local: int) -> Any:
         layout = self.blobs.layout
-        words = layout.unpack_weight(packed).view(np.uint32)  # [N, K/8]
-        scales = ops.widen(layout.unpermute_scales(scale))  # [N, K/g]
-        nibbles = words[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & np.uint32(15)
-        codes = nibbles.reshape(len(words), -1).astype(np.float32) - 8
-        values = codes * np.repeat(scales, codes.shape[1] // scales.shape[1], axis=1)
+        assert layout is not None  # there are experts
+        packed = self.blobs.expert(f"{prefix}{stacked(matrix, 'code').name}", local)
+        scale = self.blobs.expert(f"{prefix}{stacked(matrix, 'scale').name}", local)
+        codes = unpack_codes(layout.unpack("code", packed))
+        values = dequantize(codes, ops.widen(layout.unpack("scale", scale)))
         if self.dtype == "float32":
             return values
         return (ops.round_bf16(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)

@@ -9,12 +9,14 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, rank_folder, read_blob
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.layouts.experts import STACKED
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import TensorEntry
+from kconvert.layouts.layout import Layout
 from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION
 from kconvert.layouts.registry import layout_named
-from kconvert.layouts.sharding import Parallelism, rank_experts, stacked_names
+from kconvert.layouts.sharding import Parallelism, rank_experts
 from kconvert.runtime import tokenizer
 from kconvert.runtime.config import GENERATION_NAME
 from kconvert.runtime.distributed import Ranks
@@ -23,7 +25,7 @@ _NUMPY = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32}
 _FLOATS, _WORDS = ("BF16", "F32"), ("I32",)
 # Parameters that a forward pass reads → what it can read them in.
 _DTYPES = {"weight": _FLOATS, "e_score_correction_bias": _FLOATS} | {
-    name: _WORDS if name.endswith("_packed") else _FLOATS for name in stacked_names("")
+    tensor.name: _WORDS if tensor.role == "code" else _FLOATS for tensor in STACKED
 }
 _SMALL_FILES = (
     CONFIG_NAME, GENERATION_NAME,
@@ -66,7 +68,7 @@ class Blobs:
                 f" (torchrun --nproc-per-node {tp}), or convert with --tp {ranks.size}."
             )
         self.rank = ranks.rank
-        self.layout = layout_named(self.manifest.layout)
+        self.layout: Layout | None = None  # of the experts, as their blobs say
         self._folder = folder
         self._tensors: dict[str, _Tensor] = {}
         self._sound: set[tuple[str, int]] = set()  # tensors' parts whose digests were right
@@ -91,6 +93,9 @@ class Blobs:
             raise _changed(f"{path} has another header than was written")
         if name == _VISION_BLOB:
             return
+        if info.sharding is not None:
+            quantization = info.sharding.read_quantization()
+            self.layout = layout_named(info.sharding.layout)(quantization)
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)
         for tensor in header.tensors.values():
             dtypes = _DTYPES.get(tensor.name.rpartition(".")[2])

@@ -10,18 +10,18 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts import blob
+from kconvert.layouts.blob import digest, new_digest
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix
+from kconvert.layouts.experts import Part, stacked_by_name
+from kconvert.layouts.formats.compressed_tensors import unpack_codes
 from kconvert.layouts.header import TensorEntry
+from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import Expert
-from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch
-from kconvert.layouts.registry import Layout
+from kconvert.layouts.quantization import Role
+from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
 from kconvert.layouts.sharding import RankSlice
 from kconvert.validate.findings import Finding
 from kconvert.validate.structure import Blob
-
-_NUMPY = {"I32": np.int32, "BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
 
 
 def in_blob(path: str, tensor: TensorEntry) -> SourceTensor:
@@ -29,14 +29,8 @@ def in_blob(path: str, tensor: TensorEntry) -> SourceTensor:
     return SourceTensor(tensor.name, tensor.dtype, tensor.shape, path, tensor.start, tensor.nbytes)
 
 
-def one_expert(tensor: SourceTensor, index: int) -> SourceTensor:
-    """The part of a stacked tensor that is local expert `index`."""
-    size = tensor.nbytes // tensor.shape[0]
-    return tensor._replace(shape=tensor.shape[1:], start=tensor.start + index * size, nbytes=size)
-
-
 def check_whole(
-    one: Blob,
+    blob: Blob,
     name: str,
     blobs: Reader,
     shards: Reader,
@@ -44,25 +38,25 @@ def check_whole(
     source: SourceTensor | None,
 ) -> Iterator[Finding]:
     """A tensor that is not stacked: its digest, and the same bytes and kind as in the source."""
-    tensor = in_blob(one.path, one.header.tensors[name])
+    tensor = in_blob(blob.path, blob.header.tensors[name])
     found = _digest(blobs, tensor, scratch)
-    if found != one.info.digests[name]:
-        yield Finding(one.path, "its bytes were changed: the digest disagrees", name)
+    if found != blob.info.digests[name]:
+        yield Finding(blob.path, "its bytes were changed: the digest disagrees", name)
     if source is None:
         return
     if (source.dtype, source.shape) != (tensor.dtype, tensor.shape):
         yield Finding(
-            one.path,
+            blob.path,
             f"{tensor.dtype} {list(tensor.shape)} found,"
             f" {source.dtype} {list(source.shape)} in the source",
             name,
         )
     elif found != _digest(shards, source, scratch):
-        yield Finding(one.path, "its bytes are not the source's", name)
+        yield Finding(blob.path, "its bytes are not the source's", name)
 
 
 def _digest(reader: Reader, tensor: SourceTensor, scratch: Scratch) -> str:
-    state = blob.new_digest()
+    state = new_digest()
     for chunk in reader.chunks(tensor, scratch.take("chunk", (CHUNK_BYTES,), np.uint8)):
         state.update(chunk)
     return state.hexdigest()
@@ -80,66 +74,57 @@ class ExpertCheck:
         scratch: Scratch,
     ) -> None:
         self._layout, self._blobs, self._shards, self._scratch = layout, blobs, shards, scratch
-        self.matrices = [self._load(i, matrix) for i, matrix in enumerate(expert or ())]
+        matrices = {} if expert is None else expert._asdict()
+        self._source = {
+            (projection, role): self._read(shards, f"{projection} {role}", getattr(matrix, role))
+            for projection, matrix in matrices.items()
+            for role in ("code", "scale")
+        }
+        self.codes = [array for (_, role), array in self._source.items() if role == "code"]
 
-    def check(
-        self, one: Blob, names: tuple[str, ...], index: int, held: RankSlice, groups: range
-    ) -> Iterator[Finding]:
-        """One rank's part: local digests of its four tensors, then codes and scales.
-
-        `names` are the four tensors (`sharding.stacked_names`), `groups` the scale columns of
-        down that the rank holds.
-        """
-        parts = []
-        local = index - held.experts.start
-        for i, name in enumerate(names):
-            tensor = one_expert(in_blob(one.path, one.header.tensors[name]), local)
-            part = self._read(self._blobs, f"part {i}", tensor)
-            digest = blob.digest(memoryview(part).cast("B"))
-            if digest != one.info.expert_digests[name][local]:
-                yield Finding(one.path, "its bytes were changed: the digest disagrees", name, index)
-            parts.append(part)
-        if not self.matrices:
-            return
-        (gate, gate_scale), (up, up_scale), (down, down_scale) = self.matrices
-        rows, words = held.rows, slice(held.rows.start // 8, held.rows.stop // 8)
-        cut = slice(rows.start, rows.stop)
-        expected = (
-            np.concatenate([gate[cut], up[cut]]),
-            np.concatenate([gate_scale[cut], up_scale[cut]]),
-            down[:, words],
-            down_scale[:, groups.start : groups.stop],
-        )
-        unpack = self._layout.unpack_weight, self._layout.unpermute_scales
-        for i, (name, part, want) in enumerate(zip(names, parts, expected, strict=True)):
-            got = unpack[i % 2](part)
+    def check(self, blob: Blob, part: RankSlice, index: int, hidden: int) -> Iterator[Finding]:
+        """One rank's part of expert `index`: each stacked tensor's digest, then codes and scales
+        against the source's rows and columns."""
+        local = part.experts.index(index)
+        for name, tensor in blob.header.tensors.items():
+            cut = stacked_by_name(name).cut(part.rows, hidden)
+            stored = self._read(self._blobs, "stored", in_blob(blob.path, tensor).part(local))
+            if digest(memoryview(stored).cast("B")) != blob.info.expert_digests[name][local]:
+                text = "its bytes were changed: the digest disagrees"
+                yield Finding(blob.path, text, name, index)
+            if not self._source:
+                continue
+            role = cut.tensor.role
+            want = np.concatenate([self._wanted(role, source) for source in cut.parts])
+            got = self._layout.unpack(role, stored)
             if not np.array_equal(got, want):
-                yield Finding(one.path, _difference(got, want, packed=i % 2 == 0), name, index)
+                yield Finding(blob.path, _difference(got, want, role), name, index)
 
-    def _load(self, i: int, matrix: QuantizedMatrix) -> tuple[NDArray[Any], NDArray[Any]]:
-        packed = self._read(self._shards, f"packed {i}", matrix.packed)
-        return packed, self._read(self._shards, f"scale {i}", matrix.scale)
+    def _wanted(self, role: Role, part: Part) -> NDArray[Any]:
+        """The source's rows and columns, in its own order."""
+        columns = part.columns
+        if role == "code":
+            stored = range(columns.start // 8, columns.stop // 8)
+        else:
+            stored = self._layout.quantization.groups(columns)
+        source = self._source[part.projection, role]
+        return source[part.rows.start : part.rows.stop, stored.start : stored.stop]
 
-    def _read(self, reader: Reader, role: str, tensor: SourceTensor) -> NDArray[Any]:
-        array = self._scratch.take(role, tensor.shape, _NUMPY[tensor.dtype])
+    def _read(self, reader: Reader, purpose: str, tensor: SourceTensor) -> NDArray[Any]:
+        array = self._scratch.take(purpose, tensor.shape, NUMPY_BITS[tensor.dtype])
         reader.read_into(tensor, array)
         return array
 
 
-def codes(packed: NDArray[np.int32]) -> NDArray[np.int8]:
-    """int32 [N, K/8] → the signed codes int8 [N, K]: nibble − 8, low nibble first."""
-    nibbles = packed.view(np.uint32)[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
-    return (nibbles.astype(np.int8) - 8).reshape(len(packed), -1)
-
-
-def _difference(got: NDArray[Any], want: NDArray[Any], packed: bool) -> str:
+def _difference(got: NDArray[Any], want: NDArray[Any], role: Role) -> str:
     """The first place where two matrices differ, and how many do."""
-    if packed:
-        got, want = codes(got), codes(np.ascontiguousarray(want))
+    if role == "code":
+        got, want = unpack_codes(got), unpack_codes(want)
     places = np.argwhere(got != want)
     row, column = places[0]
-    what = ("code" if packed else "scale") + (" differs" if len(places) == 1 else "s differ")
+    what = role + (" differs" if len(places) == 1 else "s differ")
     return (
         f"{len(places):,} {what} from the source; first at row {row}, column {column}:"
-        f" {want[row, column]} expected, {got[row, column]} found{'' if packed else ' (bits)'}"
+        f" {want[row, column]} expected, {got[row, column]} found"
+        f"{'' if role == 'code' else ' (bits)'}"
     )

@@ -13,13 +13,14 @@ from kconvert.layouts.checkpoint import Checkpoint, read_checkpoint, read_json
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.families.deepseek_v3 import model_dims
 from kconvert.layouts.fields import CONFIG_NAME
+from kconvert.layouts.formats.compressed_tensors import unpack_codes
 from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION, Group, read_model
 from kconvert.layouts.reader import Reader, Scratch
 from kconvert.layouts.registry import layout_named
-from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice, stacked_names
+from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
 from kconvert.validate import structure
-from kconvert.validate.content import ExpertCheck, check_whole, codes
+from kconvert.validate.content import ExpertCheck, check_whole
 from kconvert.validate.findings import Finding, Validation
 from kconvert.validate.library import library_codes
 from kconvert.validate.structure import Blob
@@ -54,8 +55,8 @@ def run(
     data = _Data(output, source, manifest, dims, result, progress)
     try:
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
-            for name in sorted({Path(one.path).stem for one in blobs}):
-                here = [one for one in blobs if Path(one.path).stem == name]
+            for name in sorted({blob.group for blob in blobs}):
+                here = [blob for blob in blobs if blob.group == name]
                 group = None if groups is None else _group(groups, name)
                 for findings in pool.map(lambda check: list(check()), data.checks(here, group)):
                     result.findings += findings
@@ -79,7 +80,7 @@ def _check_groups(
 ) -> Iterable[Finding]:
     """A complete output has every group of the source (the MTP layers, vision, that its config
     does not tell of), but for vision where that was left out."""
-    there = {Path(one.path).stem for one in blobs}
+    there = {blob.group for blob in blobs}
     for name in groups.keys() - there if manifest.complete else ():
         if not (name == VISION and manifest.text_only):
             yield Finding(f"{COMMON_FOLDER}/{name}.safetensors", "is missing: the source has it")
@@ -108,7 +109,7 @@ class _Data:
         progress: Callable[[int], None],
     ) -> None:
         self._dims = dims
-        self._layout = layout_named(manifest.layout)
+        self._layout = layout_named(manifest.layout)(dims.quantization)
         self._parallelism = Parallelism(manifest.tp, manifest.ep)
         self._result = result
         self._scratch = Scratch()
@@ -128,15 +129,15 @@ class _Data:
     def checks(self, blobs: list[Blob], group: Group | None) -> Iterator[Check]:
         """The checks of a group's blobs, to be run at once; `group` is the source's."""
         sources = {} if group is None else {tensor.name: tensor for tensor in group.whole}
-        for one in (one for one in blobs if one.info.rank is None):
-            if group is not None and sources.keys() != one.header.tensors.keys():
-                yield lambda one=one: [Finding(one.path, "its tensors are not the source's")]
+        for blob in (blob for blob in blobs if blob.info.sharding is None):
+            if group is not None and sources.keys() != blob.header.tensors.keys():
+                yield lambda blob=blob: [Finding(blob.path, "its tensors are not the source's")]
                 continue
-            for name in one.header.tensors:
+            for name in blob.header.tensors:
                 self._result.tensors += 1
                 yield partial(
                     check_whole,
-                    one,
+                    blob,
                     name,
                     self._blobs,
                     self._shards,
@@ -144,13 +145,13 @@ class _Data:
                     sources.get(name),
                 )
         ranks = [
-            (one, rank_slice(self._dims, self._parallelism, one.info.rank))
-            for one in blobs
-            if one.info.rank is not None
+            (blob, rank_slice(self._dims, self._parallelism, blob.info.sharding.rank))
+            for blob in blobs
+            if blob.info.sharding is not None
         ]
-        self._result.tensors += sum(len(one.header.tensors) for one, _ in ranks)
+        self._result.tensors += sum(len(blob.header.tensors) for blob, _ in ranks)
         for index in self._chosen():
-            owners = [(one, held) for one, held in ranks if index in held.experts]
+            owners = [(blob, part) for blob, part in ranks if index in part.experts]
             if owners:
                 self._result.experts += len(owners)
                 yield partial(self._expert, owners, group, index)
@@ -166,13 +167,10 @@ class _Data:
     ) -> Iterator[Finding]:
         expert = None if group is None else group.experts[index]
         check = ExpertCheck(expert, self._layout, self._blobs, self._shards, self._scratch)
-        for one, held in owners:
-            prefix = next(iter(one.info.expert_digests)).rpartition("experts.")[0] + "experts."
-            groups = self._dims.quantization.groups(held.rows)
-            yield from check.check(one, stacked_names(prefix), index, held, groups)
+        for blob, part in owners:
+            yield from check.check(blob, part, index, self._dims.hidden)
         if index == 0:  # decoding by the library is slow: one expert a layer
-            for packed, _ in check.matrices:
-                if not np.array_equal(codes(packed), library_codes(packed)):
-                    yield Finding(
-                        owners[0][0].path, "compressed-tensors reads other codes", None, 0
-                    )
+            for packed in check.codes:
+                if not np.array_equal(unpack_codes(packed), library_codes(packed)):
+                    text = "compressed-tensors reads other codes"
+                    yield Finding(owners[0][0].path, text, None, 0)

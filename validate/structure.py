@@ -5,16 +5,26 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from kconvert.layouts import blob
-from kconvert.layouts.blob import BlobInfo
+from kconvert.layouts.blob import (
+    COMMON_FOLDER,
+    PAGE,
+    BlobInfo,
+    Sharding,
+    described,
+    digest,
+    digest_of_experts,
+    rank_folder,
+    read_blob,
+)
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, OutputError
+from kconvert.layouts.experts import STACKED, stacked_by_name
 from kconvert.layouts.formats.compressed_tensors import SCALE_DTYPES
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, FileEntry, Manifest
 from kconvert.layouts.model import OUTER, layer_name
 from kconvert.layouts.registry import layout_named
-from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice, stacked_names
+from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
 from kconvert.validate.findings import Finding
 
 _MOST_MISSING = 1000  # a damaged config.json can ask for millions
@@ -27,6 +37,11 @@ class Blob(NamedTuple):
     header: Header
     info: BlobInfo
 
+    @property
+    def group(self) -> str:
+        """The name of what it holds: a layer, `outer` or `vision`."""
+        return Path(self.path).stem
+
 
 def check_files(output: Path, manifest: Manifest) -> Iterator[Finding]:
     """Every file of the manifest is there with its size, small files with their digest too; and
@@ -37,7 +52,7 @@ def check_files(output: Path, manifest: Manifest) -> Iterator[Finding]:
             yield Finding(name, "is missing")
         elif (size := path.stat().st_size) != entry.bytes:
             yield Finding(name, f"has {size:,} bytes, {entry.bytes:,} expected")
-        elif entry.fingerprint is None and blob.digest(path.read_bytes()) != entry.digest:
+        elif entry.fingerprint is None and digest(path.read_bytes()) != entry.digest:
             yield Finding(name, "was changed: its digest is not the manifest's")
     for path in sorted(output.rglob("*.safetensors")):
         name = path.relative_to(output).as_posix()
@@ -65,9 +80,9 @@ def check_complete(manifest: Manifest, dims: ModelDims) -> Iterator[Finding]:
 def _expected(manifest: Manifest, dims: ModelDims) -> Iterator[str]:
     layers = [layer_name(layer) for layer in range(dims.layers)]
     for name in [*layers, OUTER]:
-        yield f"{blob.COMMON_FOLDER}/{name}.safetensors"
+        yield f"{COMMON_FOLDER}/{name}.safetensors"
     for rank in range(manifest.tp):
-        folder = blob.rank_folder(rank, manifest.tp)
+        folder = rank_folder(rank, manifest.tp)
         for name in layers[dims.first_moe :]:
             yield f"{folder}/{name}.safetensors"
 
@@ -79,7 +94,7 @@ def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Findi
         if entry.fingerprint is None or not (output / name).is_file():
             continue
         try:
-            header, info = blob.read_blob(output / name)
+            header, info = read_blob(output / name)
         except (CheckpointError, OutputError) as error:
             findings.append(Finding(name, str(error)))
             continue
@@ -89,58 +104,69 @@ def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Findi
 
 def check_headers(manifest: Manifest, blobs: list[Blob], dims: ModelDims) -> Iterator[Finding]:
     """Headers are the manifest's, agree with it and with themselves, and hold the right shapes."""
-    for one in blobs:
-        yield from _check_header(one, manifest.files[one.path], manifest, dims)
+    for blob in blobs:
+        yield from _check_header(blob, manifest.files[blob.path], manifest, dims)
 
 
 def _check_header(
-    one: Blob, entry: FileEntry, manifest: Manifest, dims: ModelDims
+    blob: Blob, entry: FileEntry, manifest: Manifest, dims: ModelDims
 ) -> Iterator[Finding]:
-    info = one.info
-    if blob.digest(one.header.raw) != entry.digest or info.fingerprint != entry.fingerprint:
-        yield Finding(one.path, "its header is not the one in the manifest")
+    info, path = blob.info, blob.path
+    if digest(blob.header.raw) != entry.digest or info.fingerprint != entry.fingerprint:
+        yield Finding(path, "its header is not the one in the manifest")
         return
-    if (info.layout, info.tp, info.ep) != (manifest.layout, manifest.tp, manifest.ep):
-        yield Finding(one.path, f"is for {info.layout} tp {info.tp} ep {info.ep}")
-    if one.header.data_start % blob.PAGE:
-        yield Finding(one.path, f"its data starts at byte {one.header.data_start}, not on a page")
-    if info.digests.keys() != one.header.tensors.keys():
-        yield Finding(one.path, "its digests are not those of its tensors")
+    if blob.header.data_start % PAGE:
+        yield Finding(path, f"its data starts at byte {blob.header.data_start}, not on a page")
+    if info.digests.keys() != blob.header.tensors.keys():
+        yield Finding(path, "its digests are not those of its tensors")
     for name, digests in info.expert_digests.items():
-        if blob.digest_of_experts(digests) != info.digests.get(name):
-            yield Finding(one.path, "its digest is not that of its experts' digests", name)
-    if info.rank is None:
+        if digest_of_experts(digests) != info.digests.get(name):
+            yield Finding(path, "its digest is not that of its experts' digests", name)
+    if info.sharding is not None:
+        yield from _check_sharding(blob, info.sharding, manifest, dims)
+    elif not path.startswith(f"{COMMON_FOLDER}/"):
+        yield Finding(path, f"says that it belongs to {COMMON_FOLDER}")
+
+
+def _check_sharding(
+    blob: Blob, sharding: Sharding, manifest: Manifest, dims: ModelDims
+) -> Iterator[Finding]:
+    """A rank's blob is in its folder, says of itself what manifest and config.json say, and holds
+    the stacked tensors of one layer."""
+    path, info = blob.path, blob.info
+    here = (sharding.layout, sharding.tp, sharding.ep)
+    if here != (manifest.layout, manifest.tp, manifest.ep):
+        yield Finding(path, f"is for {here[0]} tp {here[1]} ep {here[2]}")
         return
-    folder = blob.rank_folder(info.rank, info.tp)
-    if one.path.split("/")[0] != folder:
-        yield Finding(one.path, f"says that it belongs to {folder}")
-    expected = _stacked_shapes(manifest, dims, info.rank)
-    found = {name.rpartition(".")[2]: t.shape for name, t in one.header.tensors.items()}
+    folder = rank_folder(sharding.rank, sharding.tp)
+    if path.split("/")[0] != folder:
+        yield Finding(path, f"says that it belongs to {folder}")
+    expected = _stacked_shapes(manifest, dims, sharding.rank)
+    found = {name.rpartition(".")[2]: t.shape for name, t in blob.header.tensors.items()}
     if found != expected:
-        yield Finding(one.path, f"has the tensors {found}, expected {expected}")
+        yield Finding(path, f"has the tensors {found}, expected {expected}")
         return
-    prefix = next(iter(one.header.tensors)).rpartition(".")[0] + "."
-    if set(one.header.tensors) != set(stacked_names(prefix)):
-        yield Finding(one.path, f"its four tensors are not of one layer: {[*one.header.tensors]}")
-    for name, tensor in one.header.tensors.items():
-        allowed = ("I32",) if name.endswith("_packed") else SCALE_DTYPES
+    if len({name.rpartition(".")[0] for name in blob.header.tensors}) > 1:
+        yield Finding(path, f"its tensors are not of one layer: {[*blob.header.tensors]}")
+    for name, tensor in blob.header.tensors.items():
+        allowed = ("I32",) if stacked_by_name(name).role == "code" else SCALE_DTYPES
         if tensor.dtype not in allowed:
-            yield Finding(one.path, f"{tensor.dtype} found, {' or '.join(allowed)} expected", name)
+            yield Finding(path, f"{tensor.dtype} found, {' or '.join(allowed)} expected", name)
         if len(info.expert_digests.get(name, ())) != tensor.shape[0]:
-            yield Finding(
-                one.path, f"has not one digest for each of {tensor.shape[0]} experts", name
-            )
+            yield Finding(path, f"has not one digest for each of {tensor.shape[0]} experts", name)
+    said = sharding.quantization
+    scales = {t.dtype for n, t in blob.header.tensors.items() if stacked_by_name(n).role == "scale"}
+    wanted = described(dims.quantization, *sorted(scales))
+    if said != wanted:
+        yield Finding(path, f"says that its quantization is {said}, expected {wanted}")
 
 
 def _stacked_shapes(manifest: Manifest, dims: ModelDims, rank: int) -> dict[str, tuple[int, ...]]:
     """DESIGN.md's table of shapes, for one rank."""
-    layout = layout_named(manifest.layout)
+    layout = layout_named(manifest.layout)(dims.quantization)
     experts, rows = rank_slice(dims, Parallelism(manifest.tp, manifest.ep), rank)
-    groups = dims.quantization.groups
-    local, n, k = len(experts), len(rows), dims.hidden
+    cuts = [tensor.cut(rows, dims.hidden) for tensor in STACKED]
     return {
-        "w13_weight_packed": (local, *layout.weight_shape(2 * n, k)),
-        "w13_weight_scale": (local, *layout.scale_shape(2 * n, len(groups(range(k))))),
-        "w2_weight_packed": (local, *layout.weight_shape(k, n)),
-        "w2_weight_scale": (local, *layout.scale_shape(k, len(groups(rows)))),
+        cut.tensor.name: (len(experts), *layout.shape(cut.tensor.role, cut.n, cut.k))
+        for cut in cuts
     }

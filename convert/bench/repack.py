@@ -11,8 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.convert.bench.machine import machine, seconds_of
-from kconvert.layouts.marlin import pack_weight_into, weight_shape
+from kconvert.layouts.marlin import Marlin
+from kconvert.layouts.quantization import Quantization
 
+_LAYOUT = Marlin(Quantization(32))
 # (name, rows of the matrix, columns of it, rows packed, columns packed): one expert of K2.6, tp 8.
 _SLICES = (
     ("w13", 2048, 7168, range(256, 512), range(7168)),
@@ -65,7 +67,7 @@ class _Slice:
         self._rows, self._columns = rows, columns
         self.nbytes = len(rows) * len(columns) // 2
         count = max(3, -(-(200 << 20) // (n * k // 2)))
-        shape = weight_shape(len(rows), len(columns))
+        shape = _LAYOUT.shape("code", len(rows), len(columns))
         self._sources = [_random((n, k // 8)) for _ in range(count)]
         self._outs = [_aligned(shape) for _ in range(count)]
         # As many bytes as the packing touches, so that both come from memory.
@@ -77,7 +79,7 @@ class _Slice:
         self._turn += 1
         at = self._turn % len(self._sources)
         start = time.perf_counter()
-        pack_weight_into(self._sources[at], self._rows, self._columns, self._outs[at], 0)
+        _LAYOUT.pack_into("code", self._sources[at], self._rows, self._columns, self._outs[at], 0)
         return time.perf_counter() - start
 
     def copy(self) -> float:

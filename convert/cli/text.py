@@ -34,7 +34,7 @@ def plan_table(prepared: "Prepared") -> dict[str, Any]:
         entry["bytes"] += file.nbytes
     return {
         "output": str(prepared.output),
-        "layout": plan.target.layout.NAME,
+        "layout": plan.target.layout.name,
         "tp": plan.target.parallelism.tp,
         "ep": plan.target.parallelism.ep,
         "source_tensors": len(prepared.source.checkpoint.tensors),

@@ -215,17 +215,19 @@ def pack_gbps() -> float:
     """One core packing whole matrices for Marlin."""
     import numpy as np
 
-    from kconvert.layouts.marlin import pack_weight_into, weight_shape
+    from kconvert.layouts.marlin import Marlin
+    from kconvert.layouts.quantization import Quantization
 
+    layout = Marlin(Quantization(32))
     n, k = 2048, 7168  # K2.6's gate_proj
     sources = np.ones((28, n, k // 8), np.int32)  # 0.2 GB: more than a cache holds
-    out = np.zeros(weight_shape(n, k), np.int32)
+    out = np.zeros(layout.shape("code", n, k), np.int32)
 
     def pack() -> None:
         for source in sources:
-            pack_weight_into(source, range(n), range(k), out, 0)
+            layout.pack_into("code", source, range(n), range(k), out, 0)
 
-    pack_weight_into(sources[0], range(n), range(k), out, 0)  # compiles or loads the kernel
+    layout.pack_into("code", sources[0], range(n), range(k), out, 0)  # compiles or loads it
     return _best(pack, sources.nbytes)
 
 

@@ -122,10 +122,10 @@ def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -
         ours = file is not None and path.is_file()
         return Conflict(path, f"is damaged ({str(error).rstrip('.')})", ours)
     target = plan.target
-    wanted = (target.layout.NAME, *target.parallelism)
-    if (info.layout, info.tp, info.ep) != wanted:
+    cut, wanted = info.sharding, (target.layout.name, *target.parallelism)
+    if cut is not None and (cut.layout, cut.tp, cut.ep) != wanted:
         text = (
-            f"is for {info.layout} tp {info.tp} ep {info.ep}, this run is for"
+            f"is for {cut.layout} tp {cut.tp} ep {cut.ep}, this run is for"
             f" {wanted[0]} tp {wanted[1]} ep {wanted[2]}"
         )
         return Conflict(path, text, True)

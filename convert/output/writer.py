@@ -31,7 +31,7 @@ class BlobWriter:
         self.planned = planned
         self._final = place.output / planned.path
         self._staged = staging_path(place, planned.path)
-        self._digests, self._expert_digests = blank_digests(planned.tensors)
+        self._digests, self._expert_digests = blank_digests(planned.blob_tensors)
         self._written = 0
         self._lock = threading.Lock()
         self._fd = os.open(self._staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
@@ -77,7 +77,7 @@ class BlobWriter:
             self.planned.info, digests=self._digests, expert_digests=self._expert_digests
         )
         with _naming(self._final):
-            _pwrite(self._fd, memoryview(encode_header(self.planned.tensors, info)), 0)
+            _pwrite(self._fd, memoryview(encode_header(self.planned.blob_tensors, info)), 0)
             os.fsync(self._fd)
         publish(self._staged, self._final)
         self.close()

@@ -1,6 +1,6 @@
 """compressed-tensors `pack-quantized`: what its quantization_config says and its tensors hold.
 
-A quantised matrix [N, K] is stored as `weight_packed` I32 [N, K/8], nibble j of word m being
+A quantized matrix [N, K] is stored as `weight_packed` I32 [N, K/8], nibble j of word m being
 column 8m+j with value nibble − 8; `weight_scale` [N, K/group_size] (channelwise: [N, 1]); and
 `weight_shape` [2] = (N, K), I32 at Moonshot, I64 elsewhere. Field names and values as in
 compressed-tensors' QuantizationConfig, QuantizationScheme and QuantizationArgs.
@@ -10,9 +10,13 @@ import json
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.fields import CONFIG_NAME, text_config
+from kconvert.layouts.quantization import Quantization
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
 SHAPE_DTYPES = ("I32", "I64")
@@ -40,27 +44,17 @@ _WEIGHT_FIELDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Quantization(NamedTuple):
-    """How the weights are quantised: symmetric INT4; `group_size` columns a scale, None = a row."""
-
-    group_size: int | None
-
-    def __str__(self) -> str:
-        return f"group_size {self.group_size}" if self.group_size else "channelwise scales"
-
-    def groups(self, columns: range) -> range:
-        """The scales of a row that belong to its columns `columns` (whole groups)."""
-        if self.group_size is None:
-            return range(1)
-        return range(columns.start // self.group_size, columns.stop // self.group_size)
-
-
 class QuantizedMatrix(NamedTuple):
-    """The three stored tensors of one quantised [N, K] matrix."""
+    """The stored tensors of one quantized [N, K] matrix, by role."""
 
-    packed: SourceTensor  # I32 [N, K/8]
+    code: SourceTensor  # I32 [N, K/8]
     scale: SourceTensor  # [N, groups]
-    shape: SourceTensor  # [2] = (N, K), a cross-check only
+    dropped: tuple[SourceTensor, ...]  # checked and not kept: weight_shape [2] = (N, K)
+
+    @property
+    def tensors(self) -> tuple[SourceTensor, ...]:
+        """All of them."""
+        return self.code, self.scale, *self.dropped
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization:
@@ -90,7 +84,7 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
         found = len(groups) if isinstance(groups, dict) else repr(groups)
         raise UnsupportedError(
             f"{CONFIG_NAME}: expected one entry in config_groups, found {found};"
-            " mixed quantisation cannot be converted."
+            " mixed quantization cannot be converted."
         )
     ((name, group),) = groups.items()
     _check_fields(f"config_groups.{name}", group, _GROUP_FIELDS)
@@ -151,7 +145,13 @@ def quantized_matrix(
         )
     _expect(scale, SCALE_DTYPES, (n, groups))
     _expect(shape, SHAPE_DTYPES, (2,))
-    return QuantizedMatrix(packed, scale, shape)
+    return QuantizedMatrix(packed, scale, (shape,))
+
+
+def unpack_codes(packed: NDArray[np.int32]) -> NDArray[np.int8]:
+    """int32 [N, K/8] → the signed codes int8 [N, K]: nibble − 8, low nibble first."""
+    nibbles = packed.view(np.uint32)[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
+    return (nibbles.astype(np.int8) - 8).reshape(len(packed), -1)
 
 
 def check_weight_shape(tensor: SourceTensor, raw: memoryview, n: int, k: int) -> None:
@@ -169,7 +169,7 @@ def _companion(tensors: Mapping[str, SourceTensor], base: str, name: str) -> Sou
     tensor = tensors.get(base + name)
     if tensor is None:
         raise CheckpointError(
-            f"tensor {base}{name} is in no shard: every quantised matrix needs"
+            f"tensor {base}{name} is in no shard: every quantized matrix needs"
             f" {', '.join(MATRIX_TENSORS)}."
         )
     return tensor

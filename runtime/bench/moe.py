@@ -17,6 +17,9 @@ from typing import Any
 import torch
 
 from kconvert.layouts.errors import UnavailableError
+from kconvert.layouts.experts import STACKED
+from kconvert.layouts.marlin import Marlin
+from kconvert.layouts.quantization import Quantization
 from kconvert.runtime.bench import peers as bench_peers
 from kconvert.runtime.kernels.floor.launch import read_experts
 from kconvert.runtime.kernels.moe import launch
@@ -55,11 +58,10 @@ def random_layer(shape: MoeShape, device: str, generator: torch.Generator) -> la
         out = torch.empty(sizes, dtype=torch.bfloat16, device=device)
         return out.uniform_(0.002, 0.006, generator=generator)
 
+    layout, make = Marlin(Quantization(g)), {"code": words, "scale": scales}
+    cuts = [tensor.cut(range(n), k) for tensor in STACKED]
     return launch.MoeWeights(
-        words(e, k // 16, 4 * n),
-        scales(e, k // g, 2 * n),
-        words(e, n // 16, 2 * k),
-        scales(e, n // g, k),
+        *(make[c.tensor.role](e, *layout.shape(c.tensor.role, c.n, c.k)) for c in cuts)
     )
 
 

@@ -72,48 +72,53 @@ def test_k26_plan_is_quick_and_small(k26: Path, tmp_path: Path) -> None:
 
 def test_k26_rank_blobs_have_the_known_shapes(k26: Path) -> None:
     source = open_local(k26)
-    target = Target(layout_named("marlin"), Parallelism(8, 1))
-    plan = make_plan(read_model(source.checkpoint), source.contents, target)
+    model = read_model(source.checkpoint)
+    target = Target(layout_named("marlin")(model.dims.quantization), Parallelism(8, 1))
+    plan = make_plan(model, source.contents, target)
     files = {file.path: file for file in plan.files}
-    rank = files["rank-00003-of-00008/layer-00060.safetensors"]
-    shapes = {t.name.rpartition(".")[2]: (t.dtype, t.shape) for t in rank.tensors}
+    rank = files["rank-00003-of-00008/layer-00060.safetensors"].blob_tensors
+    shapes = {t.name.rpartition(".")[2]: (t.dtype, t.shape) for t in rank}
     assert shapes == {
         "w13_weight_packed": ("I32", (384, 448, 1024)),
         "w13_weight_scale": ("BF16", (384, 224, 512)),
         "w2_weight_packed": ("I32", (384, 16, 14336)),
         "w2_weight_scale": ("BF16", (384, 8, 7168)),
     }
-    assert all(tensor.offset % PAGE == 0 for tensor in rank.tensors)
-    assert sum(tensor.nbytes for tensor in rank.tensors) == 384 * 3_096_576
-    common = files["common/layer-00001.safetensors"]
-    assert len(common.tensors) == 14
-    loose = [tensor for tensor in common.tensors if tensor.nbytes % PAGE]
+    assert all(tensor.offset % PAGE == 0 for tensor in rank)
+    assert sum(tensor.nbytes for tensor in rank) == 384 * 3_096_576
+    common = files["common/layer-00001.safetensors"].blob_tensors
+    assert len(common) == 14
+    loose = [tensor for tensor in common if tensor.nbytes % PAGE]
     assert loose[0].name.endswith("e_score_correction_bias")  # F32, the widest
-    assert common.tensors[-len(loose) :] == tuple(loose)
+    assert common[-len(loose) :] == tuple(loose)
     assert {file.path for file in plan.files} == set(plan.expected)
 
 
 def test_planned_headers_fit(tmp_path: Path) -> None:
     prepared = prepare(KIMI_MINI, tmp_path / "out", Options(tp=4, ep=2))
     for file in prepared.plan.files:
-        assert file.header_bytes == len(encode_header(file.tensors, file.info))
+        tensors = file.blob_tensors
+        assert file.header_bytes == len(encode_header(tensors, file.info))
         assert file.header_bytes % PAGE == 0
-        ends = [tensor.offset + tensor.nbytes for tensor in file.tensors]
-        assert [tensor.offset for tensor in file.tensors] == [0, *ends[:-1]]
+        ends = [tensor.offset + tensor.nbytes for tensor in tensors]
+        assert [tensor.offset for tensor in tensors] == [0, *ends[:-1]]
 
 
 def test_fingerprints_tell_content_and_purpose_apart(tmp_path: Path) -> None:
-    """Every blob of every parallelism and layout has a fingerprint of its own, twice the same."""
+    """A rank's blob has one of its own for every parallelism and layout, a common blob one for all;
+    twice the same."""
 
-    def fingerprints(**options: object) -> list[str]:
+    def fingerprints(part: str, **options: object) -> list[str]:
         plan = prepare(KIMI_MINI, tmp_path / "out", Options(**options)).plan
-        return [file.info.fingerprint for file in plan.files]
+        return [file.info.fingerprint for file in plan.files if file.path.startswith(part)]
 
     kinds = [{"tp": 2}, {"tp": 4}, {"tp": 4, "ep": 2}, {"tp": 2, "layout": "w4a16"}]
-    every = [fingerprint for kind in kinds for fingerprint in fingerprints(**kind)]
-    assert len(set(every)) == len(every)
-    assert fingerprints(tp=2) == fingerprints(tp=2, workers=7)
-    assert fingerprints(tp=2, layers=[1])[0] in fingerprints(tp=2)
+    every = [fingerprint for kind in kinds for fingerprint in fingerprints("rank", **kind)]
+    assert len(set(every)) == len(every) == 2 * (2 + 4 + 4 + 2)
+    common = {tuple(fingerprints("common", **kind)) for kind in kinds}
+    assert len(common) == 1 and len(set(*common)) == 5
+    assert fingerprints("", tp=2) == fingerprints("", tp=2, workers=7)
+    assert fingerprints("", tp=2, layers=[1])[0] in fingerprints("", tp=2)
 
 
 def test_accounts_that_do_not_balance_are_noticed(tmp_path: Path) -> None:

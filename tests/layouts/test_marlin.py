@@ -10,7 +10,10 @@ from hypothesis import strategies as st
 from kit import DATA, marlin_formula
 from safetensors import safe_open
 
-from kconvert.layouts import marlin, w4a16
+from kconvert.layouts import marlin
+from kconvert.layouts.marlin import Marlin
+from kconvert.layouts.quantization import Quantization
+from kconvert.layouts.w4a16 import W4A16
 
 CASES = json.loads((DATA / "marlin_cases.json").read_text())
 
@@ -82,38 +85,38 @@ def test_pack_is_the_formula_and_unpack_its_inverse(tiles_n: int, tiles_k: int, 
 
 @settings(max_examples=40, deadline=None)
 @given(
-    st.sampled_from([marlin, w4a16]),
+    st.sampled_from([Marlin, W4A16]),
     st.integers(1, 3), st.integers(1, 12), st.integers(1, 3), st.integers(0, 1 << 32),
 )  # fmt: skip
 def test_packing_a_slice_is_slicing_then_packing(layout, n, k, parts, seed) -> None:
     """Every rank's rows of gate and up, fused, and every rank's columns of down."""
-    n, k = 64 * n, 16 * k
+    layout, n, k = layout(Quantization(16)), 64 * n, 16 * k
     gate, up = (random_words(seed + i, n * parts, k // 8) for i in range(2))
     down = random_words(seed, n, k * parts // 8)
     for part in range(parts):
         rows, columns = range(part * n, part * n + n), range(part * k, part * k + k)
-        w13 = np.empty(layout.weight_shape(2 * n, k), np.int32)
-        layout.pack_weight_into(gate, rows, range(k), w13, 0)
-        layout.pack_weight_into(up, rows, range(k), w13, n)
+        w13 = np.empty(layout.shape("code", 2 * n, k), np.int32)
+        layout.pack_into("code", gate, rows, range(k), w13, 0)
+        layout.pack_into("code", up, rows, range(k), w13, n)
         fused = np.concatenate([gate[part * n : part * n + n], up[part * n : part * n + n]])
-        assert np.array_equal(layout.unpack_weight(w13), fused)
-        w2 = np.empty(layout.weight_shape(n, k), np.int32)
-        layout.pack_weight_into(down, range(n), columns, w2, 0)
+        assert np.array_equal(layout.unpack("code", w13), fused)
+        w2 = np.empty(layout.shape("code", n, k), np.int32)
+        layout.pack_into("code", down, range(n), columns, w2, 0)
         cut = down[:, part * k // 8 : (part + 1) * k // 8]
-        assert np.array_equal(layout.unpack_weight(w2), cut)
+        assert np.array_equal(layout.unpack("code", w2), cut)
 
 
 @settings(max_examples=60, deadline=None)
 @given(
-    st.sampled_from([marlin, w4a16]), st.integers(1, 4), st.integers(1, 70),
+    st.sampled_from([Marlin, W4A16]), st.integers(1, 4), st.integers(1, 70),
     st.sampled_from([np.uint16, np.uint32]), st.integers(0, 1 << 32),
 )  # fmt: skip
 def test_scales_come_back(layout, tiles, groups, dtype, seed) -> None:
-    n = 64 * tiles
+    layout, n = layout(Quantization(16)), 64 * tiles
     scales = np.random.default_rng(seed).integers(0, 1 << 16, (n, groups + 2)).astype(dtype)
-    out = np.empty(layout.scale_shape(n, groups), dtype)
-    layout.pack_scales_into(scales, range(n), range(1, groups + 1), out, 0)
-    assert np.array_equal(layout.unpermute_scales(out), scales[:, 1 : groups + 1])
+    out = np.empty(layout.shape("scale", n, 16 * groups), dtype)
+    layout.pack_into("scale", scales, range(n), range(16, 16 * groups + 16), out, 0)
+    assert np.array_equal(layout.unpack("scale", out), scales[:, 1 : groups + 1])
 
 
 def test_other_arrays_are_refused() -> None:
@@ -126,12 +129,15 @@ def test_other_arrays_are_refused() -> None:
             marlin.unpack_weight(wrong)
     with pytest.raises(ValueError, match="33 rows"):
         marlin.unpack_weight(np.zeros((500, 66), np.int32))
+    layout = Marlin(Quantization(16))
     with pytest.raises(ValueError, match="at least"):
-        marlin.pack_weight_into(words, range(64, 192), range(64), words, 0)
+        layout.pack_into("code", words, range(64, 192), range(64), words, 0)
     with pytest.raises(ValueError, match="at least"):
-        marlin.pack_weight_into(words, range(64), range(64), np.zeros((4, 100), np.int32), 0)
+        small = np.zeros((4, 100), np.int32)
+        layout.pack_into("code", words, range(64), range(64), small, 0)
     with pytest.raises(ValueError, match="at least"):
-        marlin.pack_scales_into(words, range(64), range(9), np.zeros((9, 64), np.int32), 0)
+        large = np.zeros((9, 64), np.int32)
+        layout.pack_into("scale", words, range(64), range(144), large, 0)
     strided = np.zeros((128, 16), np.int32)[:, ::2]
     assert np.array_equal(marlin.pack_weight(strided), marlin.pack_weight(strided.copy()))
 

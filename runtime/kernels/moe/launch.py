@@ -13,7 +13,8 @@ from kconvert.runtime.kernels.moe.shape import W13_CHUNKS, MoeShape, Schedule, s
 
 @dataclass(frozen=True)
 class MoeWeights:
-    """One layer's routed experts as the Marlin blob holds them (E experts of this rank).
+    """One layer's routed experts as the Marlin blob holds them (E experts of this rank): the
+    tensors of `layouts.experts.STACKED`, in that order.
 
     w13 int32 [E, K/16, 4N], w13_scale bf16 [E, K/g, 2N], w2 int32 [E, N/16, 2K],
     w2_scale bf16 [E, N/g, K]. Scales are below 2^15 (marlin_stream.cuh says why).
