@@ -1,4 +1,4 @@
-"""The compiler: from a quantised checkpoint to one folder of blobs a GPU."""
+"""The compiler: from a quantized checkpoint to one folder of blobs a GPU."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -36,7 +36,17 @@ def convert(
     from kconvert.convert.run import run
 
     options = Options(
-        layout, tp, ep, layers, ranks, text_only, overwrite, workers, revision, cache_dir,
-        keep_shards, share,
-    )  # fmt: skip
+        layout=layout,
+        tp=tp,
+        ep=ep,
+        layers=layers,
+        ranks=ranks,
+        text_only=text_only,
+        overwrite=overwrite,
+        workers=workers,
+        revision=revision,
+        cache_dir=cache_dir,
+        keep_shards=keep_shards,
+        share=share,
+    )
     return run(prepare(source, output, options))

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.convert.output.publish import Place
+from kconvert.convert.output.publish import Workspace
 from kconvert.convert.output.writer import BlobWriter
 from kconvert.convert.plan import Job, Plan, PlannedTensor
 from kconvert.convert.progress import Meter
@@ -45,7 +45,7 @@ def memory_bound(plan: Plan, workers: int) -> int:
     return workers * (expert + piece + CHUNK_BYTES)
 
 
-def execute(plan: Plan, source: Source, place: Place, workers: int, meter: Meter) -> int:
+def execute(plan: Plan, source: Source, workspace: Workspace, workers: int, meter: Meter) -> int:
     """Write and publish every file of `plan`; returns the bytes read.
 
     Raises CheckpointError for a fault in the source's data, UnavailableError where a shard cannot
@@ -57,7 +57,7 @@ def execute(plan: Plan, source: Source, place: Place, workers: int, meter: Meter
     syncing: Future[None] | None = None
     writers: list[BlobWriter] = []
     with (
-        source.deliveries(order, place.work, meter) as shards,
+        source.deliveries(order, workspace.work, meter) as shards,
         closing(Reader(shards.path)) as reader,
     ):
         packer = _Packer(plan, reader, meter)
@@ -72,7 +72,7 @@ def execute(plan: Plan, source: Source, place: Place, workers: int, meter: Meter
             for i, job in enumerate(plan.jobs):
                 shards.take(i)
                 before = reader.bytes_read
-                current = [BlobWriter(place, file) for file in job.files]
+                current = [BlobWriter(workspace, file) for file in job.files]
                 writers = [writer for writer in writers if not writer.closed] + current
                 with meter.busy("work"):
                     _finish([pool.submit(task) for task in packer.tasks(job, current)])

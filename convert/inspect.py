@@ -59,7 +59,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "routed_experts": dims.experts,
         "hidden_size": dims.hidden,
         "moe_intermediate_size": dims.intermediate,
-        "quantisation": f"INT4, symmetric, {dims.quantization}",
+        "quantization": f"INT4, symmetric, {dims.quantization}",
         "tensors": len(checkpoint.tensors) + len(checkpoint.absent),
         "bytes": sum(shard.size for shard in checkpoint.shards.values()),
         "shards": f"{len(checkpoint.shards)} of {len(checkpoint.shards) + len(absent)} are here",

@@ -190,9 +190,14 @@ def make_plan(
         if now:
             jobs.append(Job(group, tuple(now)))
     plan = Plan(
-        target, model.dims, tuple(jobs), tuple(others), tuple(expected), tuple(left_out),
-        tuple(absent),
-    )  # fmt: skip
+        target=target,
+        dims=model.dims,
+        jobs=tuple(jobs),
+        others=tuple(others),
+        expected=tuple(expected),
+        left_out=tuple(left_out),
+        absent=tuple(absent),
+    )
     check_accounts(plan)
     return plan
 

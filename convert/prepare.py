@@ -1,4 +1,4 @@
-"""Before anything is written: the source opened, the plan made, the output looked at."""
+"""Before anything is written: the source opened, the plan made, the output compared with it."""
 
 import gc
 import os
@@ -9,10 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kconvert.convert.execute import memory_bound
-from kconvert.convert.output import publish
-from kconvert.convert.output import state as judge
+from kconvert.convert.output import publish, state
 from kconvert.convert.output.outline import Outline, read_outline
-from kconvert.convert.output.state import Found
+from kconvert.convert.output.state import OutputState
 from kconvert.convert.plan import Plan, Target, make_plan
 from kconvert.convert.progress import Work
 from kconvert.convert.share import Share
@@ -52,19 +51,19 @@ class Prepared:
     source: Source
     output: Path
     plan: Plan  # all of it
-    found: Found
+    state: OutputState
     small_files: dict[str, bytes] = field(repr=False)
     options: Options
 
     @property
-    def place(self) -> publish.Place:
+    def workspace(self) -> publish.Workspace:
         """Where this run works."""
-        return publish.Place(self.output, self.options.share)
+        return publish.Workspace(self.output, self.options.share)
 
     @property
     def rest(self) -> Plan:
         """What is not published yet."""
-        return self.plan.without(self.found.published)
+        return self.plan.without(self.state.published)
 
     @property
     def outline(self) -> Outline:
@@ -75,9 +74,16 @@ class Prepared:
         }
         small = {name: digest(content) for name, content in self.small_files.items()}
         return Outline(
-            target.layout.name, *target.parallelism, self.options.text_only,
-            target.repo, target.commit, self.options.revision, blobs, small,
-        )  # fmt: skip
+            layout=target.layout.name,
+            tp=target.parallelism.tp,
+            ep=target.parallelism.ep,
+            text_only=self.options.text_only,
+            repo=target.repo,
+            commit=target.commit,
+            revision=self.options.revision,
+            blobs=blobs,
+            small_files=small,
+        )
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -93,7 +99,7 @@ class Prepared:
     def download(self) -> dict[str, int]:
         """Bytes that are still to be downloaded, by shard."""
         shards = {shard for job in self.rest.jobs for shard in job.shards}
-        return self.source.to_download(shards, self.place.work)
+        return self.source.to_download(shards, self.workspace.work)
 
     @property
     def work(self) -> Work:
@@ -106,13 +112,13 @@ class Prepared:
     def disk(self) -> dict[str, int]:
         """Bytes by file of everything that will lie on a disk at one time."""
         order = [job.shards for job in self.rest.jobs]
-        downloads = self.source.disk_for(order, self.place.work)
+        downloads = self.source.disk_for(order, self.workspace.work)
         return self.sizes | {str(path): size for path, size in downloads.items()}
 
     @property
     def replaced(self) -> dict[str, int]:
         """--overwrite: bytes of every file that will be replaced or removed, by path."""
-        paths = [conflict.path for conflict in self.found.conflicts]
+        paths = [conflict.path for conflict in self.state.conflicts]
         return {path.relative_to(self.output).as_posix(): path.stat().st_size for path in paths}
 
     @property
@@ -139,15 +145,15 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     output = Path(output)
     if options.share and options.overwrite:
         raise UnsupportedError(
-            "--overwrite is nothing for a share (--shard, or what a launcher has set): none knows"
+            "--overwrite is nothing for a share (--share, or what a launcher has set): none knows"
             " what the others have replaced; delete the old output first."
         )
     layout = layout_named(options.layout)
     with _without_collection():
         opened = _open(str(source), output, options)
         checkpoint = opened.checkpoint
-        judge.refuse_reserved(checkpoint.small_files)
-        judge.overlap(opened.folder, map(opened.path, checkpoint.shards), output)
+        state.refuse_reserved(checkpoint.small_files)
+        state.refuse_overlap(opened.folder, map(opened.path, checkpoint.shards), output)
         model = read_model(checkpoint)
         plan = make_plan(
             model,
@@ -165,7 +171,16 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     if options.share:
         plan = plan.share(options.share)
     small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
-    return looked_at(Prepared(opened, output, plan, judge.NOTHING, small, options))
+    return with_current_state(
+        Prepared(
+            source=opened,
+            output=output,
+            plan=plan,
+            state=state.EMPTY,
+            small_files=small,
+            options=options,
+        )
+    )
 
 
 def _open(source: str, output: Path, options: Options) -> Source:
@@ -190,15 +205,15 @@ def _begun_at(output: Path, repo: str, revision: str | None) -> str | None:
         outline = read_outline(output)
         if outline.repo == repo and revision in (None, outline.revision):
             return outline.commit
-    return judge.commit_of_blobs(output, repo) if revision is None else None
+    return state.commit_of_blobs(output, repo) if revision is None else None
 
 
-def looked_at(prepared: Prepared) -> Prepared:
+def with_current_state(prepared: Prepared) -> Prepared:
     """With what the output holds now; refused where this run must not go on."""
-    found = judge.look(prepared.output, prepared.plan, prepared.small_files)
-    judge.refuse_missing(prepared.plan, found)
-    judge.refuse_conflicts(found, prepared.options.overwrite)
-    return replace(prepared, found=found)
+    now = state.read_state(prepared.output, prepared.plan, prepared.small_files)
+    state.refuse_missing(prepared.plan, now)
+    state.refuse_conflicts(now, prepared.options.overwrite)
+    return replace(prepared, state=now)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ from pathlib import Path
 from kconvert.convert.execute import execute
 from kconvert.convert.output import publish
 from kconvert.convert.output.outline import OUTLINE_NAME, Outline, read_outline
-from kconvert.convert.prepare import Prepared, looked_at
+from kconvert.convert.prepare import Prepared, with_current_state
 from kconvert.convert.progress import Meter, Stage
 from kconvert.layouts.errors import OutputError
 from kconvert.layouts.manifest import (
@@ -45,40 +45,40 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
     Raises UnavailableError for lack of space or another run, CheckpointError for faults in the
     data, OutputError where something came into the output meanwhile.
     """
-    place, output, meter = prepared.place, prepared.output, meter or Meter()
-    with publish.working_in(place):
-        prepared = looked_at(prepared)  # another run may have ended since
+    workspace, output, meter = prepared.workspace, prepared.output, meter or Meter()
+    with publish.working_in(workspace):
+        prepared = with_current_state(prepared)  # another run may have ended since
         publish.check_space(output, prepared.disk)
         rest, replaced, outline = prepared.rest, prepared.replaced, _outline(prepared)
-        _leave_outline(place, outline)
+        _leave_outline(workspace, outline)
         if replaced:
             publish.withdraw(output / MANIFEST_NAME)
-        bytes_read = execute(rest, prepared.source, place, prepared.workers, meter)
+        bytes_read = execute(rest, prepared.source, workspace, prepared.workers, meter)
         # The last share to end writes what belongs to no share.
-        last = place.share is None or not outline.missing_blobs(output)
-        if last or (place.share and place.share.index == 0):
+        last = workspace.share is None or not outline.missing_blobs(output)
+        if last or (workspace.share and workspace.share.index == 0):
             for name, content in prepared.small_files.items():
-                publish.write_file(place, name, content)
+                publish.write_file(workspace, name, content)
         written = {file.path for file in rest.files} | prepared.small_files.keys()
         publish.remove(output, (output / name for name in replaced if name not in written))
         manifest = outline.manifest(output) if last else None
         if manifest:
-            _write_manifest(place, manifest)
+            _write_manifest(workspace, manifest)
     planned = {file.path for file in prepared.plan.files}
     return Conversion(
         output=output,
         files_written=len(rest.files),
-        files_kept=len(prepared.found.published & planned),
+        files_kept=len(prepared.state.published & planned),
         bytes_read=bytes_read,
         bytes_written=sum(file.nbytes for file in rest.files),
         complete=manifest is not None and manifest.complete,
         replaced=replaced,
-        trusted=tuple(sorted(prepared.found.trusted)),
+        trusted=tuple(sorted(prepared.state.trusted)),
         ignored=prepared.source.checkpoint.ignored,
         left_out=prepared.plan.left_out,
         repo=prepared.source.name,
         commit=prepared.source.commit,
-        share=place.name or None,
+        share=workspace.name or None,
         seconds=meter.seconds,
         stages=meter.stages(),
     )
@@ -99,8 +99,8 @@ def finish(output: Path) -> Manifest:
     before = _manifest_there(output)
     if before is not None and before.complete:
         return before
-    outline, place = read_outline(output), publish.Place(output)
-    with publish.working_in(place):
+    outline, workspace = read_outline(output), publish.Workspace(output)
+    with publish.working_in(workspace):
         missing = [*outline.missing_blobs(output), *outline.missing_small_files(output)]
         if missing:
             raise OutputError(
@@ -109,24 +109,24 @@ def finish(output: Path) -> Manifest:
                 + ": run the shares that have not ended once more."
             )
         manifest = outline.manifest(output)
-        _write_manifest(place, manifest)
+        _write_manifest(workspace, manifest)
     return manifest
 
 
-def _leave_outline(place: publish.Place, outline: Outline) -> None:
-    path = place.output / WORK_FOLDER / OUTLINE_NAME
-    if place.share and path.exists() and path.read_bytes() != outline.encode():
+def _leave_outline(workspace: publish.Workspace, outline: Outline) -> None:
+    path = workspace.output / WORK_FOLDER / OUTLINE_NAME
+    if workspace.share and path.exists() and path.read_bytes() != outline.encode():
         raise OutputError(
             f"{path} is of a conversion from another source or with other options: give all shares"
             " the same command, or delete that file."
         )
-    publish.write_file(place, f"{WORK_FOLDER}/{OUTLINE_NAME}", outline.encode())
+    publish.write_file(workspace, f"{WORK_FOLDER}/{OUTLINE_NAME}", outline.encode())
 
 
-def _write_manifest(place: publish.Place, manifest: Manifest) -> None:
-    publish.write_file(place, MANIFEST_NAME, encode_manifest(manifest))
+def _write_manifest(workspace: publish.Workspace, manifest: Manifest) -> None:
+    publish.write_file(workspace, MANIFEST_NAME, encode_manifest(manifest))
     if manifest.complete:
-        (place.output / WORK_FOLDER / OUTLINE_NAME).unlink(missing_ok=True)
+        (workspace.output / WORK_FOLDER / OUTLINE_NAME).unlink(missing_ok=True)
 
 
 def _manifest_there(output: Path) -> Manifest | None:

@@ -8,7 +8,13 @@ from typing import NamedTuple
 
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.families.deepseek_v3 import PROJECTIONS, Place, expert_base, model_dims, place
+from kconvert.layouts.families.deepseek_v3 import (
+    PROJECTIONS,
+    Location,
+    expert_base,
+    locate,
+    model_dims,
+)
 from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, quantized_matrix
 from kconvert.layouts.sharding import ModelDims
 
@@ -64,7 +70,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     """Sort and check every tensor of `checkpoint`.
 
     Raises CheckpointError where tensors are missing or disagree with the config, UnsupportedError
-    where a name has no rule or the quantisation is another.
+    where a name has no rule or the quantization is another.
     """
     dims = model_dims(checkpoint.config)
     whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
@@ -74,7 +80,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     here: dict[str, int] = defaultdict(int)  # tensors that are present, by group
     layers: set[int] = set()
     for name in [*checkpoint.tensors, *checkpoint.absent]:
-        where = place(name)
+        where = locate(name)
         group = _group_of(where)
         layers.add(where.layer)
         if where.expert >= 0:
@@ -117,7 +123,7 @@ def _unplaced(checkpoint: Checkpoint, group: Group) -> CheckpointError:
     name = next(
         name
         for name in checkpoint.tensors
-        if name not in placed and _group_of(place(name)) == group.name
+        if name not in placed and _group_of(locate(name)) == group.name
     )
     return CheckpointError(
         f"{checkpoint.tensors[name].shard}, tensor {name}: {group.name} has another tensor in its"
@@ -125,7 +131,7 @@ def _unplaced(checkpoint: Checkpoint, group: Group) -> CheckpointError:
     )
 
 
-def _group_of(where: Place) -> str:
+def _group_of(where: Location) -> str:
     return layer_name(where.layer) if where.layer >= 0 else where.group
 
 

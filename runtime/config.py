@@ -115,7 +115,7 @@ def _stop_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
     tables = [(CONFIG_NAME, config) for config in configs]
     if (folder / GENERATION_NAME).is_file():
         tables.append((GENERATION_NAME, read_json(folder / GENERATION_NAME)))
-    found: set[int] = set()
+    stops: set[int] = set()
     for file, table in tables:
         tokens = table.get("eos_token_id")
         tokens = tokens if isinstance(tokens, list) else [] if tokens is None else [tokens]
@@ -123,8 +123,8 @@ def _stop_tokens(folder: Path, *configs: dict[str, Any]) -> frozenset[int]:
             raise CheckpointError(
                 f"{folder / file}: eos_token_id is {tokens!r:.60}, expected tokens' numbers."
             )
-        found.update(tokens)
-    return frozenset(found)
+        stops.update(tokens)
+    return frozenset(stops)
 
 
 def _require(config: dict[str, Any], key: str, only: object) -> None:

@@ -31,26 +31,26 @@ class Ranks:
     size: int = 1
     group: Any = None  # torch.distributed's; None: all processes
 
-    def slice(self, what: str, count: int) -> range:
+    def rank_slice(self, what: str, count: int) -> range:
         """This rank's part of `count` heads, rows or columns."""
         if count % self.size:
             raise UnsupportedError(f"{count} {what} do not divide over {self.size} ranks.")
         part = count // self.size
         return range(self.rank * part, (self.rank + 1) * part)
 
-    def sum(self, partial: Array) -> Array:
+    def all_reduce(self, partial: Array) -> Array:
         """The ranks' partial sums, added in rank order."""
         total, *others = self._gather(partial)
         for other in others:
             total = total + other
         return total
 
-    def concatenate(self, part: Array) -> Array:
+    def all_gather(self, part: Array) -> Array:
         """The ranks' columns side by side."""
         parts = self._gather(part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
-    def from_first(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         """What rank 0 has, on every rank."""
         if self.size == 1:
             return value
@@ -87,7 +87,7 @@ class Team(NamedTuple):
         """This process among those of all teams."""
         return self.index * self.ranks.size + self.ranks.rank
 
-    def from_all(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         """The `value` of every process of every team, in order."""
         if self.count * self.ranks.size == 1:
             return [value]
@@ -145,9 +145,9 @@ def _groups(size: int, world: int) -> list[Any]:
             for members in (range(world), *(range(i, i + size) for i in range(0, world, size)))
         ]
     except (RuntimeError, ValueError) as error:
-        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise UnavailableError(
-            f"{world} ranks could not meet at {place}, which MASTER_ADDR and MASTER_PORT name"
+            f"{world} ranks could not meet at {address}, which MASTER_ADDR and MASTER_PORT name"
             f" ({_first_line(error)}): start them with torchrun."
         ) from error
 

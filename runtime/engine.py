@@ -7,7 +7,7 @@ float32 logit bits at every committed position, by DESIGN.md's exactness rule.
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -16,13 +16,15 @@ import torch
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.runtime.backends.cpu import REACH
+from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH
+from kconvert.runtime.clock import Clock
 from kconvert.runtime.config import read_config
 from kconvert.runtime.distributed import Ranks
-from kconvert.runtime.drafting.budget import CostCurve, Pauses, rates
-from kconvert.runtime.drafting.ddtree import Tree, build_tree, chain, top_k, walk
+from kconvert.runtime.drafting.budget import CostCurve, Pauses
+from kconvert.runtime.drafting.ddtree import walk
 from kconvert.runtime.drafting.dflash import Drafter
 from kconvert.runtime.drafting.dflash_config import TargetDims
+from kconvert.runtime.drafting.policy import AUTO, NO_TREE, Drafting, measured_costs
 from kconvert.runtime.model import DTYPES, Model
 from kconvert.runtime.sampling import pick
 from kconvert.runtime.step import drafted, sequence
@@ -30,14 +32,9 @@ from kconvert.runtime.weights import Blobs
 
 MODES = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
-AUTO = "auto"
-_AUTO_MOST = 64
 _HOTTEST = 1e6  # draws are even long before, and noise · T stays finite
 _MOST = 4096  # nodes of a budget: each keeps a slot in the cache
 _SHARED_HIDDEN = 2048  # a drafter's operations below this size are not worth sharing out
-_NO_TREE = Tree(
-    np.empty(0, np.int64), np.empty(0, np.int64), np.array([-1]), np.empty(0, np.float64)
-)
 
 
 @dataclass
@@ -94,10 +91,10 @@ class Engine:
             target = TargetDims(config.hidden, config.vocabulary, config.layers)
             kind = torch.float32 if dtype == "float32" else torch.bfloat16
             opened = Drafter.open(Path(drafter), target, kind)
-            if opened.config.block > REACH:
+            if opened.config.block > MAX_DRAFT_DEPTH:
                 raise UnsupportedError(
                     f"the drafter in {drafter} has block_size {opened.config.block}: at most"
-                    f" {REACH} can be verified."
+                    f" {MAX_DRAFT_DEPTH} can be verified."
                 )
             if opened.config.hidden < _SHARED_HIDDEN:
                 torch.set_num_threads(1)  # threads would wait for one another longer than they work
@@ -119,7 +116,7 @@ class Engine:
         token_ids: Sequence[int],
         max_new_tokens: int,
         mode: str = "ar",
-        budget: int | str = _AUTO_MOST,
+        budget: int | str = AUTO,
         temperature: float = 0.0,
         seed: int = 0,
         *,
@@ -137,8 +134,8 @@ class Engine:
         self._check_options(mode, budget, temperature, seed)
         result = Generation()
         start = time.perf_counter()
-        clock = _Clock(result.parts)
-        draft = _Drafting(self, mode, budget, chain_seed, clock) if mode != "ar" else None
+        clock = Clock(result.parts)
+        draft = self._drafting(mode, budget, chain_seed, clock)
         nodes = draft.most if draft else 0
         slots = len(prompt) + max_new_tokens + nodes + 1
         choose = partial(pick, temperature=temperature, seed=seed)
@@ -160,20 +157,31 @@ class Engine:
         result.seconds = time.perf_counter() - start
         return result
 
+    def _drafting(
+        self, mode: str, budget: int | str, chain_seed: bool, clock: Clock
+    ) -> Drafting | None:
+        if mode == "ar":
+            return None
+        assert self.drafter is not None  # checked before
+        costs = self.costs() if budget == AUTO else None
+        return Drafting(
+            self.model, self.drafter, mode, budget, chain_seed, costs, self.pauses, clock
+        )
+
     def _rounds(
         self,
         prompt: NDArray[np.int64],
         slots: int,
         choose: Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.int64]],
-        draft: "_Drafting | None",
-        clock: "_Clock",
+        draft: Drafting | None,
+        clock: Clock,
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
         """Committed tokens and the logits each was chosen from, a target forward at a time."""
-        model, taps = self.model, draft.taps if draft else ()
+        model, aux_layers = self.model, draft.aux_layers if draft else ()
         cache = model.new_cache(slots)
         for begin in range(0, len(prompt), PREFILL_ROWS):
             part = prompt[begin : begin + PREFILL_ROWS]
-            logits, features = model.forward(sequence(part, begin), cache, taps)
+            logits, features = model.forward(sequence(part, begin), cache, aux_layers)
             if draft:
                 draft.commit(features)
                 draft.catch_up()
@@ -183,47 +191,24 @@ class Engine:
         yield [token], logits[-1:]
         while True:
             clock("host")
-            tree = draft(token, start) if draft else _NO_TREE
+            tree = draft(token, start) if draft else NO_TREE
             step = drafted(token, tree, start)
             clock("tree")
-            logits, features = model.forward(step, cache, taps)
+            logits, features = model.forward(step, cache, aux_layers)
             chosen = choose(logits, step.positions + 1)
             clock("verify")
             accepted, token = walk(tree, chosen)
-            self._compact(cache, step.slots, accepted)
+            cache.commit(step.slots, accepted)
             start += len(accepted)
             clock("walk")
             if draft:
                 draft.commit(features[accepted])
             yield chosen[accepted].tolist(), logits[accepted]
 
-    def _compact(
-        self, cache: NDArray[np.float32], slots: NDArray[np.int64], accepted: NDArray[np.int64]
-    ) -> None:
-        """Move the accepted rows' latents to their positions' slots. The others become NaN: read
-        in error, they would be seen."""
-        start, end = slots[0], slots[0] + len(accepted)
-        cache[:, start:end] = cache[:, start + accepted]
-        cache[:, end : slots[-1] + 1] = np.nan
-
     def costs(self) -> CostCurve:
         """Seconds of a verify step by its rows, measured once on this machine and model."""
         if self._costs is None:
-            start = 2 * REACH
-            cache = self.model.new_cache(start + _AUTO_MOST + 1)
-            points = []
-            # Unlike tokens go to unlike experts, as a tree's do.
-            tokens = np.random.default_rng(0).integers(
-                self.model.config.vocabulary, size=_AUTO_MOST + 1
-            )
-            for rows in (1, 2, 4, 8, 16, 32, _AUTO_MOST + 1):
-                step = replace(sequence(tokens[:rows], start), prefill=False)
-                self.model.forward(step, cache)  # touches weights, compiles
-                for _ in range(3):
-                    begin = time.perf_counter()
-                    self.model.forward(step, cache)
-                    points.append((rows, time.perf_counter() - begin))
-            self._costs = CostCurve.measured(points)
+            self._costs = measured_costs(self.model)
         return self._costs
 
     def checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:
@@ -257,76 +242,3 @@ class Engine:
             raise UnsupportedError(f"temperature {temperature} is not from 0 to {_HOTTEST:g}.")
         if not 0 <= seed < 2**64:
             raise UnsupportedError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
-
-
-class _Drafting:
-    """The drafter's side of a generation: its context, and a tree below each newest token."""
-
-    def __init__(
-        self, engine: Engine, mode: str, budget: int | str, chain_seed: bool, clock: "_Clock"
-    ) -> None:
-        assert engine.drafter is not None
-        self._model, self._drafter = engine.model, engine.drafter
-        self._mode, self._chain_seed, self._clock = mode, chain_seed, clock
-        self._costs = engine.costs() if budget == AUTO else None
-        self.most = _AUTO_MOST if budget == AUTO else int(budget)
-        self._pauses = engine.pauses if budget == AUTO else Pauses()
-        self._waiting: list[NDArray[np.float32]] = []  # features that the next draft needs
-        self.taps = engine.drafter.config.target_layer_ids
-        self.forwards = 0
-        self._drafter.reset()
-
-    def commit(self, features: NDArray[np.float32]) -> None:
-        """Newly committed rows' outputs of the target layers, in order."""
-        self._waiting.append(features)
-
-    def catch_up(self, but: int = 0) -> None:
-        """Take what was committed, but for the newest `but` steps, into the drafter's context."""
-        ready = len(self._waiting) - but
-        if ready > 0:
-            self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting[:ready])))
-            del self._waiting[:ready]
-
-    def __call__(self, token: int, start: int) -> Tree:
-        """The tree below `token` at position `start`."""
-        if self._pauses:
-            self._pauses.over()
-            return _NO_TREE
-        self.catch_up(but=1)  # what a pause piled up is no part of what drafting costs
-        begin = time.perf_counter()
-        self.catch_up()
-        logits = self._drafter.draft(token, start, self._embed, self._head)
-        seconds = time.perf_counter() - begin
-        self.forwards += 1
-        self._clock("draft")
-        if self._mode == "chain":
-            tree = chain(*top_k(logits, 1), self.most)
-        else:
-            tree = build_tree(*top_k(logits, self.most), self.most, self._chain_seed)
-        pays = True
-        if self._costs is not None:
-            promised = rates(np.exp(tree.path_logprobs), self._costs, seconds)
-            tree = tree.first(int(promised.argmax()))
-            pays = bool(promised.max() * self._costs(1) >= 1)
-        # What rank 0 found is everybody's: clocks differ, and drafting is done together.
-        tree, pays = self._model.ranks.from_first((tree, pays))
-        self._pauses.drafted(pays)
-        return tree
-
-    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._model.embed(ids.numpy()))
-
-    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._model.head(hidden.float().contiguous().numpy()))
-
-
-class _Clock:
-    """Adds the seconds since its last call to a named part."""
-
-    def __init__(self, parts: dict[str, float]) -> None:
-        self._parts, self._last = parts, time.perf_counter()
-
-    def __call__(self, part: str) -> None:
-        now = time.perf_counter()
-        self._parts[part] = self._parts.get(part, 0.0) + now - self._last
-        self._last = now

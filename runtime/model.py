@@ -17,6 +17,7 @@ from kconvert.layouts.quantization import dequantize
 from kconvert.layouts.sharding import Parallelism, rank_experts
 from kconvert.runtime import rope
 from kconvert.runtime.backends import cpu as ops
+from kconvert.runtime.cache import LatentCache
 from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.step import Step
@@ -41,37 +42,41 @@ class Model:
         self, config: ModelConfig, blobs: Blobs, ranks: Ranks, dtype: str = "float32"
     ) -> None:
         self.config, self.blobs, self.ranks, self.dtype = config, blobs, ranks, dtype
-        self._heads = ranks.slice("heads", config.heads)
-        self._vocabulary = ranks.slice("tokens of the vocabulary", config.vocabulary)
+        self._heads = ranks.rank_slice("heads", config.heads)
+        self._vocabulary = ranks.rank_slice("tokens of the vocabulary", config.vocabulary)
         split = Parallelism(blobs.manifest.tp, blobs.manifest.ep)
         self._experts_here = rank_experts(config.experts, split, ranks.rank)
         self._experts: dict[tuple[int, int], tuple[Any, Any]] = {}
 
-    def new_cache(self, slots: int) -> Array:
-        """Latents and rotated keys, [layers, slots, C + R], all zero."""
+    def new_cache(self, slots: int) -> LatentCache:
+        """A cache of so many slots."""
         c = self.config
-        return np.zeros((c.layers, slots, c.kv_lora + c.rope_dim), np.float32)
+        return LatentCache(c.layers, slots, c.kv_lora + c.rope_dim)
 
-    def forward(self, step: Step, cache: Array, taps: Sequence[int] = ()) -> tuple[Array, Array]:
+    def forward(
+        self, step: Step, cache: LatentCache, aux_layers: Sequence[int] = ()
+    ) -> tuple[Array, Array]:
         """Run the rows of `step`, writing their latents into `cache`.
 
-        → logits float32 [T, V], and the outputs of the layers `taps` side by side [T, n·D].
+        → logits float32 [T, V], and the outputs of `aux_layers` side by side [T, n·D].
         """
         c, get = self.config, self.blobs.get
         table = get("model.embed_tokens.weight", (c.vocabulary, c.hidden))
         x = ops.widen(table[step.tokens])  # [T, D]
-        tapped: dict[int, Array] = {}
+        aux: dict[int, Array] = {}
         for layer in range(c.layers):
             base = f"model.layers.{layer}."
             h = self._norm(x, f"{base}input_layernorm.weight", c.hidden)
-            x = self._round(x + self._attention(h, f"{base}self_attn.", step, cache[layer]))
+            x = self._round(x + self._attention(h, layer, step, cache))
             h = self._norm(x, f"{base}post_attention_layernorm.weight", c.hidden)
             mlp = self._moe(h, layer) if layer >= c.first_moe else self._dense(h, layer)
             x = self._round(x + mlp)
-            if layer in taps:
-                tapped[layer] = x
+            if layer in aux_layers:
+                aux[layer] = x
         return self.head(self._norm(x, "model.norm.weight", c.hidden)), (
-            np.concatenate([np.empty((len(x), 0), np.float32), *(tapped[i] for i in taps)], axis=1)
+            np.concatenate(
+                [np.empty((len(x), 0), np.float32), *(aux[i] for i in aux_layers)], axis=1
+            )
         )
 
     def head(self, hidden: Array) -> Array:
@@ -79,7 +84,7 @@ class Model:
         c = self.config
         name = "model.embed_tokens.weight" if c.tied_head else "lm_head.weight"
         rows = self.blobs.get(name, (c.vocabulary, c.hidden))
-        return self.ranks.concatenate(ops.linear(hidden, rows[_cut(self._vocabulary)]))
+        return self.ranks.all_gather(ops.linear(hidden, rows[_cut(self._vocabulary)]))
 
     def embed(self, tokens: NDArray[np.int64]) -> Array:
         """Embedding rows [T, D]."""
@@ -88,8 +93,8 @@ class Model:
             self.blobs.get("model.embed_tokens.weight", (c.vocabulary, c.hidden))[tokens]
         )
 
-    def _attention(self, h: Array, base: str, step: Step, keys: Array) -> Array:
-        c, rows = self.config, len(h)
+    def _attention(self, h: Array, layer: int, step: Step, cache: LatentCache) -> Array:
+        c, rows, base = self.config, len(h), f"model.layers.{layer}.self_attn."
         q = self._query(h, base).reshape(rows, len(self._heads), c.nope_dim + c.rope_dim)
         kv = self._linear(h, f"{base}kv_a_proj_with_mqa.weight", c.kv_lora + c.rope_dim, c.hidden)
         cos, sin = rope.tables(c.rope_dim, c.rope_theta, c.yarn, step.positions)
@@ -97,7 +102,8 @@ class Model:
             kv[:, : c.kv_lora], f"{base}kv_a_layernorm.weight", c.kv_lora, LATENT_EPS
         )
         k_pe = self._round(ops.rotate(kv[:, None, c.kv_lora :], cos, sin))[:, 0]
-        keys[step.slots] = np.concatenate([latent, k_pe], axis=1)
+        cache.store(layer, step.slots, np.concatenate([latent, k_pe], axis=1))
+        keys = cache.keys(layer)
         q_pe = self._round(ops.rotate(q[..., c.nope_dim :], cos, sin))  # [T, H, R]
         kv_b = self.blobs.get(
             f"{base}kv_b_proj.weight", (c.heads * (c.nope_dim + c.value_dim), c.kv_lora)
@@ -107,7 +113,7 @@ class Model:
         v = c.value_dim
         mine = range(v * self._heads.start, v * self._heads.stop)
         o_proj = self.blobs.columns(f"{base}o_proj.weight", (c.hidden, c.heads * v), mine)
-        return self._sum(ops.linear(values.reshape(rows, len(mine)), o_proj))
+        return self._all_reduce(ops.linear(values.reshape(rows, len(mine)), o_proj))
 
     def _absorbed(self, q: Array, q_pe: Array, kv_b: Any, step: Step, keys: Array) -> Array:
         """Attention in latent space, for decoding: a key is read once for all heads.
@@ -153,11 +159,11 @@ class Model:
 
     def _dense(self, h: Array, layer: int) -> Array:
         size = self.config.dense_intermediate
-        return self._sum(self._mlp(h, f"model.layers.{layer}.mlp.", size))
+        return self._all_reduce(self._mlp(h, f"model.layers.{layer}.mlp.", size))
 
     def _mlp(self, h: Array, base: str, size: int) -> Array:
         """This rank's partial sum [T, D] of an MLP of `size` intermediate rows, not rounded."""
-        hidden, mine = self.config.hidden, self.ranks.slice("rows of an MLP", size)
+        hidden, mine = self.config.hidden, self.ranks.rank_slice("rows of an MLP", size)
         gate = self._linear(h, f"{base}gate_proj.weight", size, hidden, mine)
         up = self._linear(h, f"{base}up_proj.weight", size, hidden, mine)
         act = self._round(ops.silu_mul(gate, up))
@@ -183,14 +189,14 @@ class Model:
             y[rows, slots] = ops.linear(self._round(act), w2)
         routed = ops.add_slots(y, weights)
         if not c.shared_experts:
-            return self._sum(routed)
+            return self._all_reduce(routed)
         size = c.moe_intermediate * c.shared_experts
         shared = self._mlp(h, f"{base}shared_experts.", size)
-        both = self._sum(np.stack([routed, shared]))  # one exchange between the ranks
+        both = self._all_reduce(np.stack([routed, shared]))  # one exchange between the ranks
         return self._round(both[0] + both[1])
 
     def _expert(self, layer: int, expert: int) -> tuple[Any, Any]:
-        """An expert's w13 [2N, D] and w2 [D, N], dequantised: float32 exactly, or the bits of
+        """An expert's w13 [2N, D] and w2 [D, N], dequantized: float32 exactly, or the bits of
         bf16((nibble − 8) · scale). It is kept, eight or four times the size of its codes."""
         key = layer, expert
         if key not in self._experts:
@@ -217,9 +223,9 @@ class Model:
         weight = weight if rows is None else weight[_cut(rows)]
         return self._round(ops.linear(np.ascontiguousarray(x), weight))
 
-    def _sum(self, partial: Array) -> Array:
+    def _all_reduce(self, partial: Array) -> Array:
         """The ranks' float32 partial sums in rank order, rounded."""
-        return self._round(self.ranks.sum(partial))
+        return self._round(self.ranks.all_reduce(partial))
 
     def _norm(self, x: Array, name: str, size: int, eps: float | None = None) -> Array:
         weight = self.blobs.get(name, (size,))

@@ -9,7 +9,8 @@ import numpy as np
 
 from kconvert.layouts.errors import CheckpointError
 from kconvert.runtime.distributed import ranks_from_environment
-from kconvert.runtime.engine import AUTO, Engine, Generation
+from kconvert.runtime.drafting.policy import AUTO
+from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.tokenizer import RANKS_NAME, Tokenizer
 
 
@@ -104,9 +105,9 @@ def first_difference(made: Generation, plain: Generation, start: int) -> int | N
 
     Raises ValueError where either was generated without `keep_logits`.
     """
-    for one in (made, plain):
-        if len(one.logits) != len(one.tokens):
-            raise ValueError(f"{len(one.tokens)} tokens have {len(one.logits)} rows of logits")
+    for text in (made, plain):
+        if len(text.logits) != len(text.tokens):
+            raise ValueError(f"{len(text.tokens)} tokens have {len(text.logits)} rows of logits")
     pairs = zip(made.tokens, plain.tokens, made.logits, plain.logits, strict=False)
     for i, (token, other, logits, others) in enumerate(pairs):
         if token != other or not np.array_equal(logits.view(np.uint32), others.view(np.uint32)):

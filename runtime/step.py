@@ -6,7 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.numba_jit import jit
-from kconvert.runtime.backends.cpu import REACH, SPLIT, prefix_length
+from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH, SPLIT, prefix_length
 from kconvert.runtime.drafting.ddtree import Tree
 
 Ints = NDArray[np.int64]
@@ -44,7 +44,7 @@ def drafted(anchor: int, tree: Tree, start: int) -> Step:
 def _step(tokens: Ints, depths: Ints, parents: Ints, start: int, prefill: bool) -> Step:
     """Row i is `depths[i]` below the row at position `start`, and a child of row parents[i]."""
     positions, slots, prefix, counts = np.empty((4, len(tokens)), np.int64)
-    windows = np.empty((len(tokens), SPLIT + REACH + 1), np.int64)
+    windows = np.empty((len(tokens), SPLIT + MAX_DRAFT_DEPTH + 1), np.int64)
     _fill(start, depths, parents, positions, slots, prefix, windows, counts)
     return Step(tokens, positions, slots, prefix, windows, counts, prefill)
 

@@ -78,10 +78,10 @@ class Blobs:
                 raise _changed(f"{folder / name} is not what was converted")
             if name.startswith((f"{COMMON_FOLDER}/", f"{rank_folder(ranks.rank, tp)}/")):
                 self._map(name)
-        found = [p for p in MODEL_PREFIXES if f"{p}model.norm.weight" in self._tensors]
-        if not found:
+        prefixes = [p for p in MODEL_PREFIXES if f"{p}model.norm.weight" in self._tensors]
+        if not prefixes:
             raise CheckpointError(f"{folder} has no model.norm.weight: it is no text model.")
-        self.prefix = found[0]
+        self.prefix = prefixes[0]
 
     def _map(self, name: str) -> None:
         path = self._sized(name)

@@ -28,7 +28,7 @@ from kconvert.convert.cli.common import (
 )
 
 app = typer.Typer(
-    help="Compile quantised MoE checkpoints into per-GPU blobs, offline, with a proof.",
+    help="Compile quantized MoE checkpoints into per-GPU blobs, offline, with a proof.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -98,9 +98,10 @@ def convert(
     keep_shards: Annotated[
         bool, typer.Option("--keep-shards", help="Download into the cache; delete nothing.")
     ] = False,
-    shard: Annotated[
+    share: Annotated[
         str | None, typer.Option(help="Only share I of N, I/N; given by torchrun and srun.")
     ] = None,
+    shard: Annotated[str | None, typer.Option(hidden=True)] = None,  # what it was once called
     workers: Workers = None,
     text_only: Annotated[bool, typer.Option(help="Leave the vision tower out.")] = False,
     overwrite: Annotated[bool, typer.Option(help="Replace what another run wrote.")] = False,
@@ -110,7 +111,7 @@ def convert(
 ) -> None:
     """Compile a checkpoint into one folder of blobs a GPU.
 
-    Several machines on one output: each runs the same command as its share, by --shard or as a
+    Several machines on one output: each runs the same command as its share, by --share or as a
     launcher says (RANK and WORLD_SIZE, or srun's variables).
     """
     from kconvert.convert.cli import text
@@ -120,13 +121,24 @@ def convert(
 
     if not source:
         raise typer.BadParameter("it is empty", param_hint="SOURCE")
+    if shard is not None:
+        raise typer.BadParameter(f"it is called --share now: --share {shard}", param_hint="--shard")
     options = Options(
-        layout, tp, ep, numbers("--layers", layers), numbers("--ranks", ranks),
-        text_only, overwrite, workers, revision, cache_dir, keep_shards,
-        share_of_launcher(os.environ) if shard is None else parse_share(shard),
-    )  # fmt: skip
-    if shard is None and options.share:
-        to_stderr(f"{options.share.name}, as the launcher says; --shard 0/1 converts all")
+        layout=layout,
+        tp=tp,
+        ep=ep,
+        layers=numbers("--layers", layers),
+        ranks=numbers("--ranks", ranks),
+        text_only=text_only,
+        overwrite=overwrite,
+        workers=workers,
+        revision=revision,
+        cache_dir=cache_dir,
+        keep_shards=keep_shards,
+        share=share_of_launcher(os.environ) if share is None else parse_share(share),
+    )
+    if share is None and options.share:
+        to_stderr(f"{options.share.name}, as the launcher says; --share 0/1 converts all")
     prepared = prepare(source, output, options)
     if dry_run:
         show(text.plan_table(prepared), as_json, text.plan_text, quiet)
@@ -269,9 +281,17 @@ def smoke_generate(
         raise typer.BadParameter("--chat needs a message: give --prompt")
     ids = None if tokens is None else _ids(tokens)
     request = Request(
-        prompt, ids, chat, mode or ("ddtree" if drafter else "ar"),
-        _budget(budget), max_new_tokens, temperature, seed, chain_seed, check_exact,
-    )  # fmt: skip
+        prompt=prompt,
+        tokens=ids,
+        chat=chat,
+        mode=mode or ("ddtree" if drafter else "ar"),
+        budget=_budget(budget),
+        max_new_tokens=max_new_tokens,
+        temperature=temperature,
+        seed=seed,
+        chain_seed=chain_seed,
+        check_exact=check_exact,
+    )
     write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
     table = smoke(output, drafter, dtype, request, write)
     if table["rank"] == 0:

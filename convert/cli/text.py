@@ -43,12 +43,12 @@ def plan_table(prepared: "Prepared") -> dict[str, Any]:
         "folders": folders,
         "published_files": len(plan.files) - len(rest.files),
         "replaced": prepared.replaced,
-        "trusted": sorted(prepared.found.trusted),
+        "trusted": sorted(prepared.state.trusted),
         "workers": prepared.workers,
         "buffer_bytes": memory_bound(plan, prepared.workers),
         "repo": prepared.source.name,
         "commit": prepared.source.commit,
-        "share": prepared.place.name or None,
+        "share": prepared.workspace.name or None,
         "download": prepared.download,
         "bytes_to_read": sum(job.source_bytes for job in rest.jobs),
         "bytes_to_write": sum(prepared.sizes.values()),
@@ -287,9 +287,9 @@ def bench_exact_text(table: dict[str, Any]) -> str:
         )
     return "\n".join(
         f"NOT EXACT: {row['layout']} {row['dtype']} T {row['temperature']} {row['mode']}"
-        f" {row['budget']}, prompt {prompt}: position {place}"
+        f" {row['budget']}, prompt {prompt}: position {position}"
         for row in table["rows"]
-        for prompt, place in row["differ"].items()
+        for prompt, position in row["differ"].items()
     )
 
 

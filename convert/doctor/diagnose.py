@@ -118,20 +118,20 @@ def problems(table: dict[str, Any]) -> list[str]:
 
 
 def _disk_problems(table: dict[str, Any]) -> list[str]:
-    disks, found = table["disks"], []
+    disks, sentences = table["disks"], []
     free, needed = disks["output"]["free"], space_needed(table["same_disk"])["output"]
     if free < needed:
-        found.append(
+        sentences.append(
             f"The output's disk has {_gb(free)} free, a K2.6 conversion needs {_gb(needed)}:"
             f" free {_gb(needed - free)} more, or choose another output folder."
         )
     for name, choice in ("output", "output folder"), ("cache", "cache folder (HF_HUB_CACHE)"):
         if not disks[name]["writable"]:
-            found.append(
+            sentences.append(
                 f"The {name} cannot be written to {disks[name]['folder']}: check the permissions,"
                 f" or choose another {choice}."
             )
-    return found
+    return sentences
 
 
 def _memory_problems(table: dict[str, Any]) -> list[str]:
@@ -150,17 +150,17 @@ def _memory_problems(table: dict[str, Any]) -> list[str]:
 
 
 def _hub_problems(table: dict[str, Any]) -> list[str]:
-    hub, found = table["hub"], []
+    hub, sentences = table["hub"], []
     if hub["offline"]:
-        found.append(
+        sentences.append(
             "HF_HUB_OFFLINE is set, so only what is in the cache can be converted: unset it to"
             " download."
         )
     if table["packages"]["hf_xet"] is None:
-        found.append("hf_xet is not installed, so downloads are slower: pip install hf_xet.")
+        sentences.append("hf_xet is not installed, so downloads are slower: pip install hf_xet.")
     if hub["token"]["why"]:
-        found.append(f"The Hub token cannot be had ({hub['token']['why']}): hf auth login.")
-    return found
+        sentences.append(f"The Hub token cannot be had ({hub['token']['why']}): hf auth login.")
+    return sentences
 
 
 def _xet(table: dict[str, Any]) -> bool:
@@ -194,12 +194,12 @@ def doctor_text(table: dict[str, Any]) -> str:
     return "\n".join(lines + _estimate_text(table))
 
 
-def _head(found: list[str]) -> list[str]:
+def _head(sentences: list[str]) -> list[str]:
     what = f"a conversion of Kimi K2.6 ({_gb(K26_BYTES)}) here"
-    if not found:
+    if not sentences:
         return [f"ok: nothing stands in the way of {what}"]
-    count = "1 problem" if len(found) == 1 else f"{len(found)} problems"
-    return [f"{count} for {what}:", *(f"  {problem}" for problem in found)]
+    count = "1 problem" if len(sentences) == 1 else f"{len(sentences)} problems"
+    return [f"{count} for {what}:", *(f"  {problem}" for problem in sentences)]
 
 
 def _cpu_text(cpu: dict[str, Any]) -> str:

@@ -42,15 +42,15 @@ def mounts(mountinfo: str) -> list[Mount]:
     """The mounts in the order they were made: later ones hide earlier ones."""
 
     def plain(path: str) -> str:  # a space is \040
-        return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), path)
+        return re.sub(r"\\([0-7]{3})", lambda octal: chr(int(octal[1], 8)), path)
 
-    found = []
+    mounted = []
     for line in mountinfo.splitlines():
         where, _, what = line.partition(" - ")
         root, point = where.split()[3:5]
         kind, options = what.split()[0], what.split()[-1]
-        found.append(Mount(plain(root), Path(plain(point)), kind, frozenset(options.split(","))))
-    return found
+        mounted.append(Mount(plain(root), Path(plain(point)), kind, frozenset(options.split(","))))
+    return mounted
 
 
 def file_system(mounted: list[Mount], folder: Path) -> str | None:
@@ -243,13 +243,13 @@ def _best(work: Callable[[], object], nbytes: int) -> float:
 
 def packages() -> dict[str, str | None]:
     """Versions; None: not installed."""
-    found: dict[str, str | None] = {"python": platform.python_version()}
+    versions: dict[str, str | None] = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
-            found[name] = None
-    return found
+            versions[name] = None
+    return versions
 
 
 def hub() -> dict[str, Any]:

@@ -23,7 +23,7 @@ OWNER_NAME = "owner"
 def owned(work: Path, share: Share | None = None) -> Iterator[None]:
     """Own the work folder, or a share of it whose folder in it exists, while the block runs.
 
-    Shares of one count bear one another, nothing else does. Raises UnavailableError where another
+    Shares of one count work side by side, nothing else does. Raises UnavailableError where another
     run stands in the way: one that lives on this host, or any on another host.
     """
     path = work / (share.name if share else "") / OWNER_NAME
@@ -31,8 +31,8 @@ def owned(work: Path, share: Share | None = None) -> Iterator[None]:
     try:
         # Only now, so that of two that start at once at least one sees the other.
         for other in (work / OWNER_NAME, *work.glob(f"*/{OWNER_NAME}")):
-            bears = share and other.parent.name.endswith(f"-of-{share.count}")
-            if other != path and not bears and other.exists():
+            sibling = share and other.parent.name.endswith(f"-of-{share.count}")
+            if other != path and not sibling and other.exists():
                 _refuse_living(other)
         yield
     finally:

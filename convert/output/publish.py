@@ -27,7 +27,7 @@ _PROBE = ".kconvert-probe"
 
 
 @dataclass(frozen=True)
-class Place:
+class Workspace:
     """Where a run works: the output, and its own part of the work folder if it is a share."""
 
     output: Path
@@ -49,17 +49,19 @@ class Place:
 
 
 @contextlib.contextmanager
-def working_in(place: Place) -> Iterator[None]:
-    """Make the output, own the place, and clear what earlier runs left half-done; the run is
+def working_in(workspace: Workspace) -> Iterator[None]:
+    """Make the output, own the workspace, and clear what earlier runs left half-done; the run is
     logged."""
-    new = not place.output.exists()
-    place.work.mkdir(parents=True, exist_ok=True)
+    new = not workspace.output.exists()
+    workspace.work.mkdir(parents=True, exist_ok=True)
     if new:
         with contextlib.suppress(OSError):  # it need not be ours to read
-            _sync_folder(place.output.parent)
-    _sync_folder(place.output)  # a run that was killed may have made folders and not synced them
-    with owned(place.output / WORK_FOLDER, place.share):
-        _clear(place)
+            _sync_folder(workspace.output.parent)
+    _sync_folder(
+        workspace.output
+    )  # a run that was killed may have made folders and not synced them
+    with owned(workspace.output / WORK_FOLDER, workspace.share):
+        _clear(workspace)
         started, outcome = time.time(), "done"
         try:
             yield
@@ -67,11 +69,11 @@ def working_in(place: Place) -> Iterator[None]:
             outcome = type(error).__name__
             raise
         finally:
-            _clear(place)
-            _log(place.output / WORK_FOLDER, started, outcome)
-    if place.share:
+            _clear(workspace)
+            _log(workspace.output / WORK_FOLDER, started, outcome)
+    if workspace.share:
         with contextlib.suppress(OSError):  # what was downloaded may lie there
-            place.work.rmdir()
+            workspace.work.rmdir()
 
 
 def _log(work: Path, started: float, outcome: str) -> None:
@@ -87,19 +89,19 @@ def _log(work: Path, started: float, outcome: str) -> None:
         file.write(json.dumps(entry) + "\n")
 
 
-def _clear(place: Place) -> None:
+def _clear(workspace: Workspace) -> None:
     """Delete what was not finished here: of this share and of shares of another count, or of any
     where this run is no share. None of those is at work: the owner files say so."""
-    folders = [path for path in place.output.glob("*") if path.name != WORK_FOLDER]
-    for folder in (place.output, *(path for path in folders if path.is_dir())):
-        work = place.work_in(folder)
-        for path in (*work.glob(f"*{_PARTIAL}"), *folder.glob(f"{_PROBE}{place.name}*")):
+    folders = [path for path in workspace.output.glob("*") if path.name != WORK_FOLDER]
+    for folder in (workspace.output, *(path for path in folders if path.is_dir())):
+        work = workspace.work_in(folder)
+        for path in (*work.glob(f"*{_PARTIAL}"), *folder.glob(f"{_PROBE}{workspace.name}*")):
             path.unlink(missing_ok=True)
-        bears = f"-of-{place.share.count}" if place.share else ""
+        siblings = f"-of-{workspace.share.count}" if workspace.share else ""
         for path in (folder / WORK_FOLDER).glob("share-*-of-*"):
-            if not (bears and path.name.endswith(bears)):
+            if not (siblings and path.name.endswith(siblings)):
                 shutil.rmtree(path)
-        if folder != place.output:
+        if folder != workspace.output:
             for emptied in (work, folder / WORK_FOLDER):
                 with contextlib.suppress(OSError):  # somebody else's files may lie there
                     emptied.rmdir()
@@ -130,15 +132,15 @@ def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
     return {folder_of[device]: size for device, size in needed.items()}
 
 
-def staging_path(place: Place, name: str) -> Path:
+def staging_path(workspace: Workspace, name: str) -> Path:
     """The temporary name for the file `name`: in OUT/.kconvert, or in a `.kconvert` of its own
     folder where a rename from there would cross file systems or mounts (a disk a rank)."""
-    folder, work = (place.output / name).parent, place.work
+    folder, work = (workspace.output / name).parent, workspace.work
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(place.output)
-    if not _can_rename(work, folder / f"{_PROBE}{place.name}"):
-        work = place.work_in(folder)
+        _sync_folder(workspace.output)
+    if not _can_rename(work, folder / f"{_PROBE}{workspace.name}"):
+        work = workspace.work_in(folder)
         work.mkdir(parents=True, exist_ok=True)
     return work / (name.replace("/", "--") + _PARTIAL)
 
@@ -177,12 +179,12 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def write_file(place: Place, name: str, content: bytes) -> None:
+def write_file(workspace: Workspace, name: str, content: bytes) -> None:
     """Publish a small file; one that is there with the same bytes is left as it is."""
-    final = place.output / name
+    final = workspace.output / name
     if final.is_file() and final.read_bytes() == content:
         return
-    staged = staging_path(place, name)
+    staged = staging_path(workspace, name)
     with open(staged, "wb") as file:
         file.write(content)
         file.flush()

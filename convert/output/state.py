@@ -1,4 +1,4 @@
-"""What an output folder holds, judged against a plan: what is published, what is in the way."""
+"""What an output folder holds against a plan: what is published, what is in the way."""
 
 import contextlib
 import os
@@ -22,7 +22,7 @@ class Conflict(NamedTuple):
     ours: bool
 
 
-class Found(NamedTuple):
+class OutputState(NamedTuple):
     """What an output already holds, against a plan."""
 
     published: frozenset[str]  # paths of planned files that are there, whole, of this content
@@ -30,10 +30,10 @@ class Found(NamedTuple):
     conflicts: tuple[Conflict, ...]
 
 
-NOTHING = Found(frozenset(), frozenset(), ())
+EMPTY = OutputState(frozenset(), frozenset(), ())
 
 
-def look(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Found:
+def read_state(output: Path, plan: Plan, small_files: dict[str, bytes]) -> OutputState:
     """Compare the folder `output` (which need not exist) with `plan` and the small files."""
     published: set[str] = set()
     trusted: set[str] = set()
@@ -55,16 +55,18 @@ def look(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Found:
             conflicts.append(Conflict(path, "is part of another checkpoint", False))
     if (output / MANIFEST_NAME).is_dir():
         conflicts.append(Conflict(output / MANIFEST_NAME, "is a folder", False))
-    return Found(frozenset(published), frozenset(trusted), tuple(conflicts))
+    return OutputState(frozenset(published), frozenset(trusted), tuple(conflicts))
 
 
-def refuse_missing(plan: Plan, found: Found) -> None:
+def refuse_missing(plan: Plan, state: OutputState) -> None:
     """Raise CheckpointError where shards are missing whose files are not published either."""
-    lacking = [one for one in plan.absent if one.wanted and not found.trusted.issuperset(one.paths)]
+    lacking = [
+        group for group in plan.absent if group.wanted and not state.trusted.issuperset(group.paths)
+    ]
     if not lacking:
         return
     first = lacking[0]
-    shards = {shard for one in lacking for shard in one.shards}
+    shards = {shard for group in lacking for shard in group.shards}
     more = f" ({len(shards)} shards are)" if len(shards) > 1 else ""
     layers = layer_numbers(job.group.name for job in plan.jobs)
     part = f", or convert what is there with --layers {ranges(layers)}" if layers else ""
@@ -85,10 +87,10 @@ def refuse_reserved(small_files: Iterable[str]) -> None:
         )
 
 
-def refuse_conflicts(found: Found, overwrite: bool) -> None:
+def refuse_conflicts(state: OutputState, overwrite: bool) -> None:
     """Raise OutputError where the output holds what this run must not touch."""
-    foreign = [conflict for conflict in found.conflicts if not conflict.ours]
-    conflicts = foreign if overwrite else [*foreign, *found.conflicts]
+    foreign = [conflict for conflict in state.conflicts if not conflict.ours]
+    conflicts = foreign if overwrite else [*foreign, *state.conflicts]
     if conflicts:
         first, count = conflicts[0], len(set(conflicts))
         more = f" (and {count - 1} more)" if count > 1 else ""
@@ -105,7 +107,7 @@ def blob_paths(output: Path) -> list[Path]:
 def commit_of_blobs(output: Path, repo: str) -> str | None:
     """The commit of the repository from which the blobs in `output` were made, if any is there."""
     for path in blob_paths(output):
-        with contextlib.suppress(KconvertError):  # what lies there is judged later
+        with contextlib.suppress(KconvertError):  # what lies there is compared later
             _, info = read_blob(path)
             if info.repo == repo:
                 return info.commit
@@ -143,7 +145,7 @@ def _origin(repo: str | None, commit: str | None) -> str:
     return f"{repo} at {commit}" if repo else "a local folder"
 
 
-def overlap(source: Path, shards: Iterable[Path], output: Path) -> None:
+def refuse_overlap(source: Path, shards: Iterable[Path], output: Path) -> None:
     """Raise OutputError where source and output lie in one another, links followed."""
     out, src = (Path(os.path.realpath(path)) for path in (output, source))
     if out == src or src in out.parents:

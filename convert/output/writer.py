@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kconvert.convert.output.publish import Place, publish, staging_path
+from kconvert.convert.output.publish import Workspace, publish, staging_path
 from kconvert.convert.plan import PlannedFile
 from kconvert.layouts.blob import (
     NO_DIGEST,
@@ -25,12 +25,12 @@ from kconvert.layouts.errors import KconvertError
 
 
 class BlobWriter:
-    """Writes `planned` into a place. Threads may write different tensors and experts at once."""
+    """Writes `planned`. Threads may write different tensors and experts at once."""
 
-    def __init__(self, place: Place, planned: PlannedFile) -> None:
+    def __init__(self, workspace: Workspace, planned: PlannedFile) -> None:
         self.planned = planned
-        self._final = place.output / planned.path
-        self._staged = staging_path(place, planned.path)
+        self._final = workspace.output / planned.path
+        self._staged = staging_path(workspace, planned.path)
         self._digests, self._expert_digests = blank_digests(planned.blob_tensors)
         self._written = 0
         self._lock = threading.Lock()

@@ -66,12 +66,12 @@ class Repo:
 
     def cached(self, file: str) -> Path | None:
         """Where a file lies whole in huggingface_hub's cache, if it does."""
-        found = self._in_cache(file)
-        return found if found and found.stat().st_size == self.files[file].size else None
+        path = self._in_cache(file)
+        return path if path and path.stat().st_size == self.files[file].size else None
 
     def _in_cache(self, file: str) -> Path | None:
-        found = try_to_load_from_cache(self.name, file, self.cache_dir, self.commit)
-        return Path(found) if isinstance(found, str) else None
+        path = try_to_load_from_cache(self.name, file, self.cache_dir, self.commit)
+        return Path(path) if isinstance(path, str) else None
 
     def fetch(self, file: str, bar: Any, patience: Patience, again: bool = False) -> Path:
         """Get a whole file into the cache, `again` if it is there; its path. Its content is to be

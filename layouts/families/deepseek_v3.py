@@ -46,7 +46,7 @@ _UNSUPPORTED = {
 }
 
 
-class Place(NamedTuple):
+class Location(NamedTuple):
     """Where a tensor belongs: `layer` N, or the `outer` or `vision` file; `order` within it."""
 
     group: str  # "layer", "expert", "outer", "vision"
@@ -55,24 +55,24 @@ class Place(NamedTuple):
     order: int = 0
 
 
-def place(name: str) -> Place:
+def locate(name: str) -> Location:
     """The place of the tensor called `name`; UnsupportedError where no rule covers it."""
-    found = _EXPERT_NAME.fullmatch(name)
-    if found:
-        return Place("expert", int(found[1]), int(found[2]))
-    found = _LAYER_NAME.fullmatch(name)
-    if found:
-        order = _LAYER_ORDER.get(found[2])
+    match = _EXPERT_NAME.fullmatch(name)
+    if match:
+        return Location("expert", int(match[1]), int(match[2]))
+    match = _LAYER_NAME.fullmatch(name)
+    if match:
+        order = _LAYER_ORDER.get(match[2])
         if order is not None:
-            return Place("layer", int(found[1]), order=order)
+            return Location("layer", int(match[1]), order=order)
     elif name.startswith(_VISION):
-        return Place("vision")
+        return Location("vision")
     else:
         bare = name.removeprefix("language_model.")
         if bare in _OUTER:
-            return Place("outer", order=_OUTER.index(bare))
+            return Location("outer", order=_OUTER.index(bare))
     if ".mlp.experts." in name and name.endswith("_proj.weight"):
-        raise UnsupportedError(f"tensor {name}: this expert is not quantised, INT4 is expected.")
+        raise UnsupportedError(f"tensor {name}: this expert is not quantized, INT4 is expected.")
     reason = _UNSUPPORTED.get(
         name.rpartition(".")[2],
         "no sharding rule covers that name; known are DeepSeek-V3-style text models, Kimi's among"

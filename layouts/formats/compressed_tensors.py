@@ -58,7 +58,7 @@ class QuantizedMatrix(NamedTuple):
 
 
 def read_quantization(config: dict[str, Any]) -> Quantization:
-    """The quantisation that `config` (a whole config.json) declares.
+    """The quantization that `config` (a whole config.json) declares.
 
     Raises CheckpointError where it is malformed, UnsupportedError naming the field otherwise.
     """
@@ -124,7 +124,7 @@ def find_quantization_config(config: dict[str, Any]) -> dict[str, Any]:
             return table
     raise UnsupportedError(
         f"{CONFIG_NAME} has no quantization_config (nor text_config.quantization_config,"
-        " nor compression_config): only quantised checkpoints can be converted."
+        " nor compression_config): only quantized checkpoints can be converted."
     )
 
 

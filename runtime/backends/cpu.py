@@ -25,7 +25,7 @@ Array = NDArray[np.float32]
 Weight = NDArray[Any]  # uint16 (bf16 bits) or float32
 
 SPLIT = 64  # keys a split of the committed prefix: its boundaries are multiples of this
-REACH = 32  # a drafted token is less than this far from its last committed ancestor
+MAX_DRAFT_DEPTH = 32  # a drafted token is less than this far from its last committed ancestor
 
 
 # Reassociation lets sums use SIMD lanes. NaN and infinity keep their meaning: rejected slots are
@@ -145,8 +145,8 @@ def expand(context: Array, kv_b: Weight, nope: int) -> Array:
 @_jit
 def prefix_length(position):  # type: ignore[no-untyped-def]
     """How many keys below a query at `position` are read in splits: a fixed function of the
-    position, a multiple of SPLIT, at most position − REACH, so that none of them is drafted."""
-    return max(position - REACH, 0) // SPLIT * SPLIT
+    position, a multiple of SPLIT, at most position − MAX_DRAFT_DEPTH: none of them is drafted."""
+    return max(position - MAX_DRAFT_DEPTH, 0) // SPLIT * SPLIT
 
 
 @_jit

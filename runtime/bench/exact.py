@@ -51,7 +51,7 @@ def bench_exact(
             for temperature in temperatures:
                 part = list(enumerate(prompts))[team.index :: team.count]
                 rows += _exact_rows(engine, part, new_tokens, temperature, tell)
-    rows = _merged(team.from_all(rows), team.ranks.size)
+    rows = _merged(team.all_gather_object(rows), team.ranks.size)
     return {
         "bench": "exact",
         "rank": team.process,
@@ -69,8 +69,8 @@ def _merged(tables: list[list[dict[str, Any]]], size: int) -> list[dict[str, Any
     rows = tables[0]
     for process, table in enumerate(tables[1:], start=1):
         for row, other in zip(rows, table, strict=True):
-            for prompt, place in other["differ"].items():
-                row["differ"][prompt] = min(place, row["differ"].get(prompt, place))
+            for prompt, position in other["differ"].items():
+                row["differ"][prompt] = min(position, row["differ"].get(prompt, position))
             if process % size == 0:
                 for name in ("tokens", "target_forwards", "ar_forwards"):
                     row[name] += other[name]
@@ -98,9 +98,9 @@ def _exact_rows(
         truth = engine.generate(prompt, new_tokens, **options)
         for row in rows:
             made = engine.generate(prompt, new_tokens, row["mode"], row["budget"], **options)
-            place = first_difference(made, truth, len(prompt))
-            if place is not None:
-                row["differ"][index] = place
+            position = first_difference(made, truth, len(prompt))
+            if position is not None:
+                row["differ"][index] = position
             row["tokens"] += len(made.tokens)
             row["target_forwards"] += made.target_forwards
             row["ar_forwards"] += truth.target_forwards

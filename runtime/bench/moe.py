@@ -134,14 +134,14 @@ def bench_shape(
     rows = []
     for m in tokens:
         row, *others = _bench_tokens(shape, m, layers, work, device, generator, loaded, report)
-        rows += [{"shape": name, **one} for one in (row, *others)]
+        rows += [{"shape": name, **timed} for timed in (row, *others)]
         report(
             f"{name} M={m:<5} experts {row['experts']:>3}  {row['us']:8.1f} us  "
             f"{row['tbps']:.2f} TB/s  floor {row['floor_us']:7.1f} us  "
             f"align {row['align_us']:.1f}  router {row['router_us']:.1f}"
         )
-        for one in others:
-            report(f"  {one['backend']} {one['us']:.1f} us  {one['inside']}")
+        for other in others:
+            report(f"  {other['backend']} {other['us']:.1f} us  {other['inside']}")
     return rows
 
 
@@ -167,12 +167,12 @@ def _bench_tokens(
     touched = sum(len(experts) for experts in chosen) / ROUTINGS
 
     works = [work.share() for _ in routings]  # lists of their own, the large buffers shared
-    for (ids, _), one in zip(routings, works, strict=True):
-        launch.align(ids, shape, one)
+    for (ids, _), lists in zip(routings, works, strict=True):
+        launch.align(ids, shape, lists)
 
     steps = [
-        partial(launch.experts, x, ids, weights, layer, shape, one, out)
-        for x, (ids, weights), one in zip(xs, routings, works, strict=True)
+        partial(launch.experts, x, ids, weights, layer, shape, lists, out)
+        for x, (ids, weights), lists in zip(xs, routings, works, strict=True)
         for layer in layers
     ]
     logits = torch.randn(m, shape.total_experts, device=device, generator=generator)
@@ -238,13 +238,13 @@ def bench_moe(
 
 
 def _versions(peers: Sequence[str]) -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
+    versions = {"torch": str(torch.__version__)}
     for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", *peers):
         try:
-            found[package] = version(package)
+            versions[package] = version(package)
         except PackageNotFoundError:
-            found[package] = "not installed as a package"
-    return found
+            versions[package] = "not installed as a package"
+    return versions
 
 
 def _commit() -> str:

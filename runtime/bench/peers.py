@@ -102,7 +102,7 @@ def find(report: Callable[[str], None]) -> list[Peer]:
 def memory_needed(peers: Sequence[Peer], shape: MoeShape, tokens: int) -> int:
     """Bytes of GPU memory the peers take at most beside the bench itself."""
     rows = tokens * shape.top_k * 2 * (2 * shape.hidden + 24 * shape.intermediate)
-    return sum(one.copies * shape.experts * shape.expert_bytes + rows for one in peers)
+    return sum(peer.copies * shape.experts * shape.expert_bytes + rows for peer in peers)
 
 
 def load(
@@ -110,7 +110,7 @@ def load(
 ) -> Loaded:
     """Peers with their form of the layers; one that fails is left out."""
     tried = [
-        (peer, _try(peer, lambda p=peer: [p.load(one, shape) for one in layers], report))
+        (peer, _try(peer, lambda p=peer: [p.load(layer, shape) for layer in layers], report))
         for peer in peers
     ]
     return [(peer, steps) for peer, steps in tried if steps is not None]
@@ -121,10 +121,13 @@ def times(
 ) -> list[tuple[Peer, float]]:
     """Microseconds of a step for each (x, ids, weights); ``loaded`` loses what fails."""
     tried = [
-        (one, _try(one[0], lambda s=one[1]: graph_us([f(*c) for c in calls for f in s]), report))
-        for one in loaded
+        (
+            entry,
+            _try(entry[0], lambda s=entry[1]: graph_us([f(*c) for c in calls for f in s]), report),
+        )
+        for entry in loaded
     ]
-    loaded[:] = [one for one, us in tried if us is not None]
+    loaded[:] = [entry for entry, us in tried if us is not None]
     return [(peer, us) for (peer, _), us in tried if us is not None]
 
 

@@ -67,10 +67,10 @@ def compile_cubin(
 def resources(kernel: str, arch: str, defines: Mapping[str, int]) -> Resources:
     """Compile and read the assembler's report of the one kernel in the file."""
     _, log = compile_cubin(kernel, arch, defines, report=True)
-    found = _RESOURCES.findall(log)
-    if len(found) != 1:
+    reports = _RESOURCES.findall(log)
+    if len(reports) != 1:
         raise ValueError(f"{kernel}.cu for {arch}: expected one entry in the report, got:\n{log}")
-    stack, stores, loads, registers, rest = found[0]
+    stack, stores, loads, registers, rest = reports[0]
     shared = re.search(r"(\d+) bytes smem", rest)
     return Resources(
         registers=int(registers),

@@ -297,8 +297,8 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
         added(GATE.removeprefix("language_model."), Tensor("I32", (256, 32), b"\0" * 32768)),
         [SHARD, GATE.removeprefix("language_model."), "another tensor in its place"],
     ),
-    "unquantised expert": (
-        renamed(GATE, GATE.removesuffix("_packed")), ["gate_proj.weight:", "not quantised"],
+    "unquantized expert": (
+        renamed(GATE, GATE.removesuffix("_packed")), ["gate_proj.weight:", "not quantized"],
     ),
     "absurd counts": (in_text(n_routed_experts=2_000_000_000), ["n_routed_experts", "10,000"]),
     "absurd depth": (in_text(num_hidden_layers=2_000_000_000), ["num_hidden_layers", "10,000"]),
@@ -313,7 +313,7 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     "other sizes": (in_text(moe_intermediate_size=512), [SHARD, GATE, "[512, 32]", "[256, 32]"]),
     "another kind of model": (in_text(n_routed_experts=None), ["n_routed_experts"]),
     "every other layer MoE": (in_text(moe_layer_freq=2), ["moe_layer_freq is 2"]),
-    # quantisation
+    # quantization
     "group size of the scales": (
         in_weights(group_size=64), [SHARD, "weight_scale", "8 scales", "group_size 64"],
     ),
@@ -342,10 +342,10 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     "another format": (
         in_quantization(lambda t: t.update(format="int-quantized")), ["'int-quantized'"],
     ),
-    "quantised KV cache": (
+    "quantized KV cache": (
         in_quantization(lambda t: t.update(kv_cache_scheme={"num_bits": 8})), ["kv_cache_scheme"],
     ),
-    "quantised activations": (
+    "quantized activations": (
         in_quantization(
             lambda t: t["config_groups"]["group_0"].update(input_activations={"num_bits": 8})
         ),
@@ -354,10 +354,10 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     "two groups": (
         in_quantization(lambda t: t["config_groups"].update(group_1={})), ["config_groups", "2"],
     ),
-    "no quantisation": (
+    "no quantization": (
         in_config(lambda c: c["text_config"].pop("quantization_config")), ["quantization_config"],
     ),
-    "quantisation that is a list": (
+    "quantization that is a list": (
         in_config(lambda c: c.update(quantization_config=[])), ["not an object"],
     ),
 }  # fmt: skip

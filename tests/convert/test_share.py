@@ -35,7 +35,7 @@ def test_one_after_the_other(order, whole, tmp_path: Path, kconvert) -> None:
     """Whoever is last writes the manifest; share 0 writes what is no layer."""
     out = tmp_path / "out"
     for i in order:
-        outcome = kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", f"{i}/3", "--json")
+        outcome = kconvert("convert", KIMI_MINI, out, "--tp", 2, "--share", f"{i}/3", "--json")
         assert outcome.code == 0, outcome.err
         table = json.loads(outcome.out)
         assert table["complete"] is (i == order[-1])
@@ -66,7 +66,7 @@ def test_finish(whole, tmp_path: Path, kconvert) -> None:
     out = tmp_path / "out"
     assert kconvert("finish", out).code == 2
     for i in range(2):
-        assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", f"{i}/2").code == 0
+        assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--share", f"{i}/2").code == 0
         ended = kconvert("finish", out)
         if i == 0:
             assert ended.code == 2
@@ -79,9 +79,9 @@ def test_finish(whole, tmp_path: Path, kconvert) -> None:
 def test_finish_writes_what_the_last_share_could_not(whole, tmp_path: Path, kconvert) -> None:
     """As when the last two did not see each other's files in time."""
     out = tmp_path / "out"
-    assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", "0/2").code == 0
+    assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--share", "0/2").code == 0
     outline = (out / ".kconvert/outline.json").read_bytes()
-    assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", "1/2").code == 0
+    assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--share", "1/2").code == 0
     (out / "kconvert.json").unlink()
     (out / ".kconvert/outline.json").write_bytes(outline)
     assert kconvert("finish", out).code == 0
@@ -93,7 +93,7 @@ def test_killed_share_is_resumed_beside_the_others(whole, tmp_path: Path, kconve
         hub.add_repo("org/mini", KIMI_MINI)
         env = environment(hub.url, tmp_path / "home")
         out = tmp_path / "out"
-        command = ("convert", "org/mini", out, "--tp", 2, "--shard", "1/2")
+        command = ("convert", "org/mini", out, "--tp", 2, "--share", "1/2")
         killed = start(*command, **env)
         incoming = out / ".kconvert/share-1-of-2/incoming"
         deadline = time.monotonic() + 60
@@ -124,7 +124,7 @@ def test_who_bears_whom(mine, other, bears, tmp_path: Path, kconvert) -> None:
     work = tmp_path / "out/.kconvert"
     for share in (mine, other):
         (work / (share.name if share else "")).mkdir(parents=True, exist_ok=True)
-    option = ["--shard", f"{mine.index}/{mine.count}"] if mine else []
+    option = ["--share", f"{mine.index}/{mine.count}"] if mine else []
     with owned(work, other):
         outcome = kconvert("convert", KIMI_MINI, tmp_path / "out", *option)
     assert outcome.code == (0 if bears else 3)
@@ -137,7 +137,7 @@ def test_killed_shares_of_another_count_leave_nothing(whole, tmp_path: Path, kco
     left.parent.mkdir(parents=True)
     left.write_bytes(b"half")
     for i in range(2):
-        assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", f"{i}/2").code == 0
+        assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--share", f"{i}/2").code == 0
     assert tree(out) == whole
     assert [p.name for p in (out / ".kconvert").iterdir()] == ["runs.jsonl"]
 
@@ -147,13 +147,13 @@ def test_launcher_is_said_first(tmp_path: Path) -> None:
         "convert", KIMI_MINI, tmp_path / "out", "--dry-run",
         RANK="1", WORLD_SIZE="2", PATH=os.environ["PATH"],
     )  # fmt: skip
-    assert run.communicate()[1] == "share-1-of-2, as the launcher says; --shard 0/1 converts all\n"
+    assert run.communicate()[1] == "share-1-of-2, as the launcher says; --share 0/1 converts all\n"
 
 
 def test_shares_of_different_commands(tmp_path: Path, kconvert) -> None:
     out = tmp_path / "out"
-    assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", "1/3").code == 0
-    outcome = kconvert("convert", KIMI_MINI, out, "--tp", 2, "--shard", "0/3", "--text-only")
+    assert kconvert("convert", KIMI_MINI, out, "--tp", 2, "--share", "1/3").code == 0
+    outcome = kconvert("convert", KIMI_MINI, out, "--tp", 2, "--share", "0/3", "--text-only")
     assert outcome.code == 2 and "give all shares the same command" in outcome.err
 
 
@@ -172,5 +172,5 @@ def test_launchers() -> None:
 
 
 def test_overwrite_is_nothing_for_a_share(tmp_path: Path, kconvert) -> None:
-    outcome = kconvert("convert", KIMI_MINI, tmp_path / "out", "--shard", "0/2", "--overwrite")
+    outcome = kconvert("convert", KIMI_MINI, tmp_path / "out", "--share", "0/2", "--overwrite")
     assert outcome.code == 2 and "delete the old output first" in outcome.err

@@ -33,7 +33,7 @@ _STOPS = (0, [0, 1], [[1]], [{}], "x", ["x"], 1.5, -1, None, [None], {"a": 1}, 1
 
 
 def change_config(raw: bytes, rng: Random) -> bytes:
-    """A config.json: sizes, quantisation, rotary settings, where things stand; or anything."""
+    """A config.json: sizes, quantization, rotary settings, where things stand; or anything."""
     if rng.random() < 0.4:
         return hostile.change_text(raw, rng)
     config = json.loads(raw)

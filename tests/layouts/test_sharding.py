@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.families.deepseek_v3 import Place, place
+from kconvert.layouts.families.deepseek_v3 import Location, locate
 from kconvert.layouts.formats.compressed_tensors import Quantization
 from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
 
@@ -41,7 +41,7 @@ def test_ranks_hold_everything_once(ep: int, moe_tp: int, experts: int, rows: in
     ],
 )
 def test_places(name: str, group: str, layer: int, expert: int) -> None:
-    found = place(name)
+    found = locate(name)
     assert (found.group, found.layer, found.expert) == (group, layer, expert)
 
 
@@ -54,11 +54,11 @@ def test_places(name: str, group: str, layer: int, expert: int) -> None:
 )  # fmt: skip
 def test_names_without_a_place(name: str) -> None:
     with pytest.raises(UnsupportedError, match="no sharding rule"):
-        place(name)
+        locate(name)
 
 
 def test_reading_order_is_the_forward_pass() -> None:
     names = ["input_layernorm", "self_attn.q_a_proj", "self_attn.o_proj",
              "post_attention_layernorm", "mlp.gate", "mlp.shared_experts.down_proj"]  # fmt: skip
-    orders = [place(f"{LAYER}1.{name}.weight").order for name in names]
-    assert orders == sorted(orders) and isinstance(place(f"{LAYER}1.mlp.gate.weight"), Place)
+    orders = [locate(f"{LAYER}1.{name}.weight").order for name in names]
+    assert orders == sorted(orders) and isinstance(locate(f"{LAYER}1.mlp.gate.weight"), Location)

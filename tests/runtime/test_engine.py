@@ -11,6 +11,7 @@ from kit import KIMI_MINI
 
 from kconvert.convert import convert
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.runtime.cache import LatentCache
 from kconvert.runtime.drafting.budget import CostCurve, Pauses
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.model import Model
@@ -60,9 +61,13 @@ def engines(mini) -> dict[tuple[str, str], Engine]:
 @pytest.fixture
 def poisoned(monkeypatch) -> None:
     """What was never written is NaN too."""
-    monkeypatch.setattr(
-        Model, "new_cache", lambda self, slots: np.full_like(NEW_CACHE(self, slots), np.nan)
-    )
+
+    def new_cache(self: Model, slots: int) -> LatentCache:
+        cache = NEW_CACHE(self, slots)
+        cache._keys.fill(np.nan)
+        return cache
+
+    monkeypatch.setattr(Model, "new_cache", new_cache)
 
 
 def bits(generation: Generation) -> np.ndarray:
@@ -111,16 +116,16 @@ def test_layouts_agree(layout, engines, poisoned) -> None:
 
 def test_what_was_rejected_is_poison(engines, monkeypatch) -> None:
     """After every step the rejected rows' latents are NaN, and no committed one is."""
-    real, rejected = Engine._compact, []
+    real, rejected = LatentCache.commit, []
 
-    def compact(self, cache, slots, accepted):
-        real(self, cache, slots, accepted)
+    def commit(self, slots, accepted):
+        real(self, slots, accepted)
         end = slots[0] + len(accepted)
         rejected.append(len(slots) - len(accepted))
-        assert np.isfinite(cache[:, :end]).all()
-        assert np.isnan(cache[:, end : end + rejected[-1]]).all()
+        assert np.isfinite(self._keys[:, :end]).all()
+        assert np.isnan(self._keys[:, end : end + rejected[-1]]).all()
 
-    monkeypatch.setattr(Engine, "_compact", compact)
+    monkeypatch.setattr(LatentCache, "commit", commit)
     engine = engines["marlin", "float32"]
     truth = engine.generate(PROMPT, NEW)
     speculate(engine, truth, mode="ddtree", budget=16)
@@ -159,7 +164,7 @@ def test_parts_are_what_time_went_to(engines, monkeypatch) -> None:
 
         return call
 
-    monkeypatch.setattr("kconvert.runtime.engine.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("kconvert.runtime.clock.time.perf_counter", lambda: now[0])
     monkeypatch.setattr(engine.model, "forward", slow(1, forward))
     monkeypatch.setattr(ScriptedDrafter, "extend", slow(10, extend))
     made = speculate(engine, truth, mode="ddtree", budget=16)

@@ -1,4 +1,4 @@
-"""Logits against transformers' DeepseekV3ForCausalLM with dequantised weights, in float32."""
+"""Logits against transformers' DeepseekV3ForCausalLM with dequantized weights, in float32."""
 
 import json
 from pathlib import Path
@@ -23,7 +23,7 @@ def reference(source: Path) -> DeepseekV3ForCausalLM:
     for key in ("quantization_config", "model_type", "architectures"):
         config.pop(key)
     model = DeepseekV3ForCausalLM(DeepseekV3Config(**config, attn_implementation="eager"))
-    weights = dequantised(source)
+    weights = dequantized(source)
     for layer in range(config["first_k_dense_replace"], config["num_hidden_layers"]):
         base = f"model.layers.{layer}.mlp.experts."
         gate, up, down = (
@@ -38,7 +38,7 @@ def reference(source: Path) -> DeepseekV3ForCausalLM:
     return model
 
 
-def dequantised(source: Path) -> dict[str, torch.Tensor]:
+def dequantized(source: Path) -> dict[str, torch.Tensor]:
     weights = {}
     for path in sorted(source.glob("*.safetensors")):
         tensors = load(path)

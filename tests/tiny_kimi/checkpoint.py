@@ -7,7 +7,7 @@ import torch
 from bpe import IM_END
 from drafter import CONFIG as DRAFT_CONFIG
 from drafter import Drafter
-from model import CONFIG, Kimi, dequantise, quantise
+from model import CONFIG, Kimi, dequantize, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -47,7 +47,7 @@ def write_model(model: Kimi, folder: Path) -> None:
 
 
 def read_model(folder: Path) -> Kimi:
-    """The model with its experts dequantised, in float32."""
+    """The model with its experts dequantized, in float32."""
     model = Kimi(json.loads((folder / "config.json").read_text())["text_config"])
     tensors = {
         name.removeprefix("language_model.").removeprefix("model."): tensor
@@ -83,7 +83,7 @@ def read_drafter(folder: Path) -> Drafter:
 
 def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
     """compressed-tensors' pack-quantized: eight codes + 8 a word, the low end first."""
-    codes, scale = quantise(weight)
+    codes, scale = quantize(weight)
     words = ((codes.long() + 8).unflatten(-1, (-1, 8)) << torch.arange(0, 32, 4)).sum(-1)
     words -= words >> 31 << 32  # the top code's high bit is the sign
     return {
@@ -96,7 +96,7 @@ def _packed(name: str, weight: Tensor) -> dict[str, Tensor]:
 def _unpacked(tensors: dict[str, Tensor], name: str) -> Tensor:
     packed = tensors[f"{name}.weight_packed"].unsqueeze(-1)
     codes = (packed >> torch.arange(0, 32, 4, dtype=torch.int32) & 15).flatten(-2) - 8
-    return dequantise(codes, tensors[f"{name}.weight_scale"])
+    return dequantize(codes, tensors[f"{name}.weight_scale"])
 
 
 def _dump(path: Path, value: object) -> None:

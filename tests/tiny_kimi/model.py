@@ -82,7 +82,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
     return torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
 
 
-def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     """Moonshot's grid: codes −7 to 7 [..., K] and bf16(max|w| / 7) scales [..., K / 32]."""
     groups = weight.detach().float().unflatten(-1, (-1, GROUP))
     scale = (groups.abs().amax(-1) / 7).bfloat16()
@@ -90,7 +90,7 @@ def quantise(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes.round().clamp(-7, 7).to(torch.int8).flatten(-2), scale
 
 
-def dequantise(codes: Tensor, scale: Tensor) -> Tensor:
+def dequantize(codes: Tensor, scale: Tensor) -> Tensor:
     return (codes.float().unflatten(-1, (-1, GROUP)) * scale.float().unsqueeze(-1)).flatten(-2)
 
 
@@ -189,7 +189,7 @@ class MoE(nn.Module):
     def __init__(self, c: SimpleNamespace) -> None:
         super().__init__()
         hidden, size, experts = c.hidden_size, c.moe_intermediate_size, c.n_routed_experts
-        self.gate, self.quantised, self.loads = Router(c), False, torch.zeros(experts)
+        self.gate, self.quantized, self.loads = Router(c), False, torch.zeros(experts)
         self.shared_experts = MLP(hidden, size * c.n_shared_experts)
         self.gate_proj, self.up_proj, self.down_proj = (
             nn.Parameter(torch.randn(experts, *shape) * 0.6 * shape[1] ** -0.5)
@@ -218,11 +218,11 @@ class MoE(nn.Module):
         return torch.zeros_like(flat).index_add(0, rows, y).view_as(x) + self.shared_experts(x)
 
     def _weight(self, weight: Tensor) -> Tensor:
-        """The weight, or in quantisation-aware training its value on the grid."""
-        # Straight through: the gradient is the unquantised weight's.
-        if not self.quantised:
+        """The weight, or in quantization-aware training its value on the grid."""
+        # Straight through: the gradient is the unquantized weight's.
+        if not self.quantized:
             return weight
-        return weight + (dequantise(*quantise(weight)) - weight).detach()
+        return weight + (dequantize(*quantize(weight)) - weight).detach()
 
 
 class Layer(nn.Module):

@@ -33,7 +33,7 @@ from evaluate import (
     held_out_prompts,
     stream,
 )
-from model import Kimi, MoE, dequantise, quantise
+from model import Kimi, MoE, dequantize, quantize
 from muon import Muon
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812
@@ -119,7 +119,7 @@ def train_model(
     for step in schedule:
         if not at_end and schedule.progress >= _QUANTISED_FROM:
             losses["held_out_loss_before_int4"] = held_out_loss(model, held_out)
-            _quantise(experts, at_end := True)
+            _quantize(experts, at_end := True)
             losses["held_out_loss_at_first_int4"] = held_out_loss(model, held_out)
             print(f"step {step:5} INT4 from here: {losses}", flush=True)
         model.train()
@@ -148,7 +148,7 @@ def train_model(
                 flush=True,
             )
     losses["held_out_loss_int4"] = held_out_loss(model, held_out)
-    _quantise(experts, False)
+    _quantize(experts, False)
     losses["held_out_loss_without_int4"] = held_out_loss(model, held_out)
     seen = schedule.done * options.batch * WINDOW
     return {
@@ -165,8 +165,8 @@ def _own_texts(
     for moe in on_grid.modules():
         if isinstance(moe, MoE):
             for weight in (moe.gate_proj, moe.up_proj, moe.down_proj):
-                weight.data = dequantise(*quantise(weight))
-            moe.quantised = False
+                weight.data = dequantize(*quantize(weight))
+            moe.quantized = False
     count, length = _TEXTS * _RENEW // 2, int(torch.randint(16, 64, ()))
     at = torch.randint(len(ids) - length, (count, 1))
     with _autocast(device):
@@ -312,9 +312,9 @@ def _continuations(model: Kimi, ids: Tensor, options: argparse.Namespace) -> tup
     return torch.cat(texts), torch.tensor(starts)
 
 
-def _quantise(experts: list[MoE], on: bool) -> None:
+def _quantize(experts: list[MoE], on: bool) -> None:
     for moe in experts:
-        moe.quantised = on
+        moe.quantized = on
 
 
 def _autocast(device: str) -> AbstractContextManager[Any]:

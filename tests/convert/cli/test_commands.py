@@ -46,7 +46,7 @@ def test_inspect_checkpoint_and_output(tmp_path: Path, kconvert) -> None:
     text = kconvert("inspect", KIMI_MINI).out
     for line in (
         "kind: checkpoint", "model type: kimi_k2", "layers: 3", "dense layers: 1",
-        "routed experts: 8", "quantisation: INT4, symmetric, group_size 32", "tensors: 204",
+        "routed experts: 8", "quantization: INT4, symmetric, group_size 32", "tensors: 204",
         "shards: 6 of 6 are here", "groups here: layers 0-2, outer, vision",
     ):  # fmt: skip
         assert line in text.splitlines()

@@ -1,0 +1,31 @@
+"""The latent cache: what attention reads of every token so far, and of the nodes of a draft."""
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+Ints = NDArray[np.int64]
+
+
+class LatentCache:
+    """Latents and rotated keys of every layer, [layers, slots, C + R]. A committed position's slot
+    is the position itself; a draft's nodes lie behind the committed ones."""
+
+    def __init__(self, layers: int, slots: int, width: int) -> None:
+        """All zero; `width` is C + R."""
+        self._keys = np.zeros((layers, slots, width), np.float32)
+
+    def store(self, layer: int, slots: Ints, rows: Array) -> None:
+        """Write rows [T, C + R] into the slots [T] of a layer."""
+        self._keys[layer, slots] = rows
+
+    def keys(self, layer: int) -> Array:
+        """A layer's [slots, C + R], to be read only."""
+        return self._keys[layer]
+
+    def commit(self, slots: Ints, accepted: Ints) -> None:
+        """Of a step's rows at `slots` keep the `accepted` ones, which move to their positions'
+        slots. The others become NaN: read in error, they would be seen."""
+        start, end = slots[0], slots[0] + len(accepted)
+        self._keys[:, start:end] = self._keys[:, start + accepted]
+        self._keys[:, end : slots[-1] + 1] = np.nan

@@ -1,0 +1,108 @@
+"""The drafting policy: the drafter's context, and a tree, or none, below each newest token."""
+
+import time
+from dataclasses import replace
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH
+from kconvert.runtime.clock import Clock
+from kconvert.runtime.drafting.budget import CostCurve, Pauses, rates
+from kconvert.runtime.drafting.ddtree import Tree, build_tree, chain, top_k
+from kconvert.runtime.drafting.dflash import Drafter
+from kconvert.runtime.model import Model
+from kconvert.runtime.step import sequence
+
+AUTO = "auto"
+MOST_AUTO = 64
+NO_TREE = Tree(
+    np.empty(0, np.int64), np.empty(0, np.int64), np.array([-1]), np.empty(0, np.float64)
+)
+
+
+def measured_costs(model: Model) -> CostCurve:
+    """Seconds of a verify step of this model on this machine, by its rows."""
+    start = 2 * MAX_DRAFT_DEPTH
+    cache = model.new_cache(start + MOST_AUTO + 1)
+    points = []
+    # Unlike tokens go to unlike experts, as a tree's do.
+    tokens = np.random.default_rng(0).integers(model.config.vocabulary, size=MOST_AUTO + 1)
+    for rows in (1, 2, 4, 8, 16, 32, MOST_AUTO + 1):
+        step = replace(sequence(tokens[:rows], start), prefill=False)
+        model.forward(step, cache)  # touches weights, compiles
+        for _ in range(3):
+            begin = time.perf_counter()
+            model.forward(step, cache)
+            points.append((rows, time.perf_counter() - begin))
+    return CostCurve.measured(points)
+
+
+class Drafting:
+    """The drafter's side of a generation: its context, and a tree below each newest token."""
+
+    def __init__(
+        self,
+        model: Model,
+        drafter: Drafter,
+        mode: str,
+        budget: int | str,
+        chain_seed: bool,
+        costs: CostCurve | None,
+        pauses: Pauses,
+        clock: Clock,
+    ) -> None:
+        """`costs` and `pauses` are for the budget "auto", which knows no bound but MOST_AUTO."""
+        self._model, self._drafter = model, drafter
+        self._mode, self._chain_seed, self._clock = mode, chain_seed, clock
+        self._costs = costs
+        self.most = MOST_AUTO if budget == AUTO else int(budget)
+        self._pauses = pauses if budget == AUTO else Pauses()
+        self._waiting: list[NDArray[np.float32]] = []  # features that the next draft needs
+        self.aux_layers = drafter.config.target_layer_ids
+        self.forwards = 0
+        drafter.reset()
+
+    def commit(self, features: NDArray[np.float32]) -> None:
+        """Newly committed rows' outputs of the target layers, in order."""
+        self._waiting.append(features)
+
+    def catch_up(self, but: int = 0) -> None:
+        """Take what was committed, but for the newest `but` steps, into the drafter's context."""
+        ready = len(self._waiting) - but
+        if ready > 0:
+            self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting[:ready])))
+            del self._waiting[:ready]
+
+    def __call__(self, token: int, start: int) -> Tree:
+        """The tree below `token` at position `start`."""
+        if self._pauses:
+            self._pauses.over()
+            return NO_TREE
+        self.catch_up(but=1)  # what a pause piled up is no part of what drafting costs
+        begin = time.perf_counter()
+        self.catch_up()
+        logits = self._drafter.draft(token, start, self._embed, self._head)
+        seconds = time.perf_counter() - begin
+        self.forwards += 1
+        self._clock("draft")
+        if self._mode == "chain":
+            tree = chain(*top_k(logits, 1), self.most)
+        else:
+            tree = build_tree(*top_k(logits, self.most), self.most, self._chain_seed)
+        pays = True
+        if self._costs is not None:
+            promised = rates(np.exp(tree.path_logprobs), self._costs, seconds)
+            tree = tree.first(int(promised.argmax()))
+            pays = bool(promised.max() * self._costs(1) >= 1)
+        # What rank 0 found is everybody's: clocks differ, and drafting is done together.
+        tree, pays = self._model.ranks.broadcast((tree, pays))
+        self._pauses.drafted(pays)
+        return tree
+
+    def _embed(self, ids: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._model.embed(ids.numpy()))
+
+    def _head(self, hidden: torch.Tensor) -> torch.Tensor:
+        return torch.from_numpy(self._model.head(hidden.float().contiguous().numpy()))
