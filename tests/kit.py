@@ -75,6 +75,11 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
+def published(output: Path) -> list[Path]:
+    """Files with a final name."""
+    return [p for p in output.rglob("*") if p.is_file() and p.parent.name != ".kconvert"]
+
+
 def marlin_formula(packed: np.ndarray) -> np.ndarray:
     """word(k, n) and nibble(k, n) as the facts state them, one code at a time."""
     rows, columns = packed.shape[0], 8 * packed.shape[1]

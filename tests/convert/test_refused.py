@@ -2,14 +2,21 @@
 
 import json
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from kit import EXPERT0, LAYER1, SHARD, Tensor, change_json, copy_mini, header_json, load, write
+from kit import (
+    EXPERT0,
+    LAYER1,
+    SHARD,
+    Tensor,
+    change_json,
+    header_json,
+    load,
+    published,
+    write,
+)
 
 INDEX = "model.safetensors.index.json"
 Change = Callable[[Path], object]
@@ -363,10 +370,6 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
 }  # fmt: skip
 
 
-def published(output: Path) -> list[Path]:
-    return [p for p in output.rglob("*") if p.is_file() and p.parent.name != ".kconvert"]
-
-
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused(name: str, mini: Path, tmp_path: Path, kconvert) -> None:
     change, words = REFUSED[name]
@@ -381,226 +384,3 @@ def test_refused(name: str, mini: Path, tmp_path: Path, kconvert) -> None:
     # Faults in the data show while converting: layer 0 may be whole and published by then.
     blobs = {path.name for path in published(tmp_path / "out")}
     assert blobs <= {"layer-00000.safetensors"}
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--tp", 8], ["256 rows", "32 a rank", "64-column tiles", "--tp 8 --ep 2"]),
-        (["--tp", 16, "--layout", "w4a16"], ["16 a rank", "group of 32", "--tp 16 --ep 2"]),
-        (["--tp", 3], ["256 rows", "3 ranks", "--tp 3 --ep", "--tp 1, --tp 2, --tp 4"]),
-        (["--tp", 4, "--ep", 3], ["ep 3 does not divide tp 4", "--tp 4 --ep 1"]),
-        (["--tp", 16, "--ep", 16], ["8 experts do not divide over ep 16", "--tp 16 --ep 4"]),
-        (["--tp", 0], ["1 to 10,000"]),
-        (["--tp", 100_000_000], ["1 to 10,000"]),
-        (["--layout", "awq"], ["'awq'", "marlin, w4a16"]),
-        (["--layers", "7"], ["--layers 7", "0 to 2"]),
-        (["--tp", 2, "--ranks", "2"], ["--ranks 2", "0 to 1"]),
-    ],
-)
-def test_options_that_do_not_fit(options, words, mini: Path, tmp_path: Path, kconvert) -> None:
-    outcome = kconvert("convert", mini, tmp_path / "out", *options)
-    assert outcome.code == 2
-    for word in words:
-        assert word in outcome.err
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("text", ["1-", "a", "3-1", "", "1,,2", "-1", "0-999999999999"])
-def test_lists_that_are_none(text: str, mini: Path, tmp_path: Path, kconvert) -> None:
-    outcome = kconvert("convert", mini, tmp_path / "out", f"--layers={text}")
-    assert outcome.code == 2
-    assert "is not a list like 0-3,60" in outcome.err
-
-
-def test_output_inside_input_and_input_inside_output(mini: Path, tmp_path: Path, kconvert) -> None:
-    for source, output in [(mini, mini / "out"), (mini, mini), (mini, tmp_path)]:
-        outcome = kconvert("convert", source, output)
-        assert outcome.code == 2
-        assert "lies in the" in outcome.err
-    # A link must not hide it: the shards lie in the output.
-    hub = tmp_path / "hub"
-    hub.mkdir()
-    for path in mini.iterdir():
-        (hub / path.name).symlink_to(path)
-    outcome = kconvert("convert", hub, mini)
-    assert outcome.code == 2 and "lies in the output" in outcome.err
-
-
-def test_output_of_another_fingerprint_is_kept(mini: Path, tmp_path: Path, kconvert) -> None:
-    out = tmp_path / "out"
-    assert kconvert("convert", mini, out, "--tp", 2).code == 0
-    before = {path: (path.read_bytes(), path.stat().st_ino) for path in published(out)}
-    other = copy_mini(tmp_path / "other")
-    data = bytearray((other / SHARD).read_bytes())
-    data[-5] ^= 1
-    (other / SHARD).write_bytes(data)
-    cases = [
-        ([mini, "--tp", 4], "is for marlin tp 2 ep 1, this run is for marlin tp 4 ep 1"),
-        ([mini, "--tp", 2, "--layout", "w4a16"], "this run is for w4a16"),
-        ([other, "--tp", 2], "was made from other weights"),
-    ]
-    for (source, *options), words in cases:
-        for more in ([], ["--dry-run"]):
-            outcome = kconvert("convert", source, out, *options, *more)
-            assert outcome.code == 2
-            assert words in outcome.err and "--overwrite" in outcome.err
-    assert {p: (p.read_bytes(), p.stat().st_ino) for p in published(out)} == before
-
-
-def test_small_file_that_differs_is_kept(mini: Path, tmp_path: Path, kconvert) -> None:
-    out = tmp_path / "out"
-    assert kconvert("convert", mini, out).code == 0
-    (mini / "generation_config.json").write_text("{}")
-    outcome = kconvert("convert", mini, out)
-    assert outcome.code == 2
-    assert "generation_config.json differs from the source's" in outcome.err
-
-
-@pytest.mark.parametrize(
-    ("name", "make"),
-    [("kconvert.json", Path.mkdir), ("common/outer.safetensors", os.mkfifo),
-     ("config.json", Path.mkdir), ("common/layer-00001.safetensors", Path.mkdir)],
-)  # fmt: skip
-@pytest.mark.parametrize("options", [[], ["--overwrite"]])
-def test_odd_things_in_the_output(
-    name, make, options, mini: Path, tmp_path: Path, kconvert
-) -> None:
-    """Noticed before the first byte is written, whatever they are."""
-    out = tmp_path / "out"
-    (out / "common").mkdir(parents=True)
-    make(out / name)
-    outcome = kconvert("convert", mini, out, *options)
-    assert outcome.code == 2
-    assert name in outcome.err and "choose another output." in outcome.err
-    assert [p.name for p in out.rglob("*.safetensors")] in ([], [Path(name).name])
-
-
-def test_links_in_a_circle(mini: Path, tmp_path: Path, kconvert) -> None:
-    (tmp_path / "a").symlink_to(tmp_path / "b")
-    (tmp_path / "b").symlink_to(tmp_path / "a")
-    assert kconvert("convert", mini, tmp_path / "a").code == 3
-    assert kconvert("convert", tmp_path / "a", tmp_path / "out").code == 2
-
-
-@pytest.mark.parametrize("arguments", [("", "out"), ("source", "")])
-def test_empty_paths(arguments, tmp_path: Path, kconvert, monkeypatch) -> None:
-    """An unset variable must not mean the current folder."""
-    monkeypatch.chdir(tmp_path)
-    outcome = kconvert("convert", *arguments)
-    assert outcome.code == 2 and "it is empty" in outcome.err
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_output_that_is_a_checkpoint(mini: Path, tmp_path: Path, kconvert) -> None:
-    out = copy_mini(tmp_path / "out")
-    outcome = kconvert("convert", mini, out)
-    assert outcome.code == 2
-    assert "is part of another checkpoint" in outcome.err
-
-
-def test_truncated_blob_is_not_taken_for_whole(mini: Path, tmp_path: Path, kconvert) -> None:
-    out = tmp_path / "out"
-    assert kconvert("convert", mini, out).code == 0
-    blob = out / "common/outer.safetensors"
-    os.truncate(blob, blob.stat().st_size - 1)
-    outcome = kconvert("convert", mini, out)
-    assert outcome.code == 2
-    assert "outer.safetensors" in outcome.err and "truncated" in outcome.err
-
-
-def test_another_run_on_the_same_output(mini: Path, tmp_path: Path, kconvert) -> None:
-    out = tmp_path / "out"
-    owner = "from kconvert.convert.output.lock import owned\nfrom pathlib import Path\nimport sys\n"
-    owner += "with owned(Path(sys.argv[1])): print('mine', flush=True); sys.stdin.read()"
-    (out / ".kconvert").mkdir(parents=True)
-    with subprocess.Popen(
-        [sys.executable, "-c", owner, out / ".kconvert"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-    ) as other:  # fmt: skip
-        assert other.stdout.readline() == b"mine\n"
-        outcome = kconvert("convert", mini, out)
-        assert outcome.code == 3
-        assert "another run" in outcome.err and f"pid {other.pid}" in outcome.err
-        other.kill()
-    assert (out / ".kconvert/owner").exists()  # it died without tidying up
-    assert kconvert("convert", mini, out).code == 0
-
-
-def test_owner_in_another_container_is_not_taken_over(mini, tmp_path, kconvert) -> None:
-    """Of the same host name: its process ids say nothing here."""
-    work = tmp_path / "out/.kconvert"
-    work.mkdir(parents=True)
-    host = f"{socket.gethostname()}/pid:[1]"
-    (work / "owner").write_text(json.dumps({"host": host, "pid": 1, "started": "x"}))
-    outcome = kconvert("convert", mini, tmp_path / "out")
-    assert outcome.code == 3 and f"pid 1 on {host}" in outcome.err
-
-
-def test_owner_on_another_host_is_not_taken_over(mini: Path, tmp_path: Path, kconvert) -> None:
-    work = tmp_path / "out/.kconvert"
-    work.mkdir(parents=True)
-    (work / "owner").write_text(json.dumps({"host": "elsewhere", "pid": 1, "started": "x"}))
-    outcome = kconvert("convert", mini, tmp_path / "out")
-    assert outcome.code == 3
-    assert "pid 1 on elsewhere" in outcome.err
-
-
-def test_no_space(mini: Path, tmp_path: Path, kconvert, monkeypatch) -> None:
-    """The check is exact: one byte too few is refused, and nothing is written."""
-    import shutil
-    from collections import namedtuple
-
-    plan = json.loads(kconvert("convert", mini, tmp_path / "out", "--dry-run", "--json").out)
-    needed = plan["bytes_to_write"]
-    usage = namedtuple("usage", "total used free")
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed - 1))
-    outcome = kconvert("convert", mini, tmp_path / "out")
-    assert outcome.code == 3
-    assert f"{needed:,} are needed (1 more)" in outcome.err
-    assert published(tmp_path / "out") == []
-    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage(0, 0, needed))
-    assert kconvert("convert", mini, tmp_path / "out").code == 0
-
-
-def test_disk_that_fills_up_all_the_same(mini: Path, tmp_path: Path, kconvert, monkeypatch) -> None:
-    """A file-size limit stands in for a full disk: the system's own error, at a real write."""
-    import resource
-    import signal
-
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (300_000, limits[1]))
-    try:
-        outcome = kconvert("convert", mini, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert outcome.code == 3
-    assert "File too large" in outcome.err
-    assert published(tmp_path / "out") == []
-    assert kconvert("convert", mini, tmp_path / "out").code == 0
-
-
-def test_no_permission(mini: Path, tmp_path: Path) -> None:
-    """As another user where the tests run as root, who may write anywhere."""
-    locked = tmp_path / "locked"
-    locked.mkdir(mode=0o755)
-    for folder in (tmp_path, *tmp_path.parents):
-        if "pytest" in str(folder):
-            folder.chmod(0o755)
-    if os.getuid() != 0:
-        locked.chmod(0o555)
-    code = (
-        "import contextlib, os, sys, tqdm\n"
-        "from kconvert.convert.cli import main as cli\n"
-        f"sys.argv = ['kconvert', 'convert', {str(mini)!r}, {str(locked / 'out')!r}]\n"
-        "sys.argv.append('--dry-run')  # loads all the code that the other user may not read\n"
-        "with contextlib.suppress(SystemExit), contextlib.redirect_stdout(None): cli.main()\n"
-        "if os.getuid() == 0: os.setuid(65534)\n"
-        "sys.argv.pop(); cli.main()\n"
-    )
-    outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert outcome.returncode == 3, outcome.stderr
-    assert f"{locked}/out" in outcome.stderr
-    assert "Permission denied: check the permissions" in outcome.stderr
-    assert "Traceback" not in outcome.stderr

@@ -80,7 +80,7 @@ def test_an_expert_is_read_when_it_is_used(part, blobs: Path, mini) -> None:
 
 
 def blobs_layout(folder: Path) -> str:
-    return read_blob(folder / ONE)[1].layout
+    return read_blob(folder / ONE)[1].sharding.layout
 
 
 def test_an_expert_is_named_as_in_the_model(tmp_path: Path) -> None:
