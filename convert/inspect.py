@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from kconvert.layouts.checkpoint import read_checkpoint
+from kconvert.layouts.config_keys import mention_of, warnings_of
+from kconvert.layouts.families.deepseek_v3 import unknown_config_keys
 from kconvert.layouts.fields import text_config
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, read_manifest
 from kconvert.layouts.model import groups_text, read_model
@@ -45,6 +47,7 @@ def _checkpoint(path: Path) -> dict[str, Any]:
     checkpoint = read_checkpoint(path)
     model = read_model(checkpoint)
     dims, tensors = model.dims, checkpoint.tensors.values()
+    unknown = unknown_config_keys(checkpoint.config)
     absent = sorted(set(checkpoint.absent.values()))
     dtypes: dict[str, dict[str, int]] = {}
     for tensor in tensors:
@@ -67,5 +70,6 @@ def _checkpoint(path: Path) -> dict[str, Any]:
         "dtypes": dtypes,
         "missing_shards": absent,
         "small_files": ", ".join(checkpoint.small_files),
-        "ignored": list(checkpoint.ignored),
+        "ignored": [*checkpoint.ignored, *mention_of(unknown)],
+        "warnings": warnings_of(unknown),
     }

@@ -17,8 +17,11 @@ from kconvert.convert.progress import Work
 from kconvert.convert.share import Share
 from kconvert.convert.source import COMMIT, REPO_ID, Source, open_hub, open_local
 from kconvert.layouts.blob import digest
+from kconvert.layouts.checkpoint import Checkpoint
+from kconvert.layouts.config_keys import UnknownKey, mention_of, warnings_of
 from kconvert.layouts.errors import OutputError, UnsupportedError
-from kconvert.layouts.model import read_model
+from kconvert.layouts.families.deepseek_v3 import unknown_config_keys
+from kconvert.layouts.model import Model, read_model
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism
 
@@ -54,6 +57,8 @@ class Prepared:
     state: OutputState
     small_files: dict[str, bytes] = field(repr=False)
     options: Options
+    ignored: tuple[str, ...]  # sentences on what the source has and nobody reads
+    warnings: tuple[str, ...]  # sentences on what may be wrong with it
 
     @property
     def workspace(self) -> publish.Workspace:
@@ -171,6 +176,7 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     if options.share:
         plan = plan.share(options.share)
     small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
+    unknown = unknown_config_keys(checkpoint.config)
     return with_current_state(
         Prepared(
             source=opened,
@@ -179,8 +185,15 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
             state=state.EMPTY,
             small_files=small,
             options=options,
+            ignored=_ignored(checkpoint, model, unknown),
+            warnings=tuple(warnings_of(unknown)),
         )
     )
+
+
+def _ignored(checkpoint: Checkpoint, model: Model, unknown: list[UnknownKey]) -> tuple[str, ...]:
+    buffers = [f"{len(model.skipped)} rotary buffers (inv_freq): computed, not read"]
+    return (*checkpoint.ignored, *buffers[: len(model.skipped)], *mention_of(unknown))
 
 
 def _open(source: str, output: Path, options: Options) -> Source:

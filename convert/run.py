@@ -30,7 +30,8 @@ class Conversion:
     complete: bool
     replaced: dict[str, int]  # --overwrite: bytes of the files that were there, by path
     trusted: tuple[str, ...]  # published files that could not be compared: their shards are gone
-    ignored: tuple[str, ...]  # sentences on what the source has and nobody read
+    ignored: tuple[str, ...]  # sentences on what the source has and nobody reads
+    warnings: tuple[str, ...]  # sentences on what may be wrong with it
     left_out: tuple[str, ...]  # groups that this run was not asked for
     repo: str | None  # of the Hub, and the commit
     commit: str | None
@@ -74,7 +75,8 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         complete=manifest is not None and manifest.complete,
         replaced=replaced,
         trusted=tuple(sorted(prepared.state.trusted)),
-        ignored=prepared.source.checkpoint.ignored,
+        ignored=prepared.ignored,
+        warnings=prepared.warnings,
         left_out=prepared.plan.left_out,
         repo=prepared.source.name,
         commit=prepared.source.commit,

@@ -53,6 +53,7 @@ class Checkpoint:
     config: dict[str, Any]
     tensors: dict[str, SourceTensor]  # those of the shards that are present
     absent: dict[str, str]  # tensor → shard, for shards the index names and the folder lacks
+    unindexed: dict[str, str]  # tensor → shard that holds it, without the index saying so
     shards: dict[str, Shard]
     ignored: tuple[str, ...]  # sentences: unindexed tensors and files nobody reads
     small_files: tuple[str, ...]  # names, to be copied verbatim
@@ -91,26 +92,33 @@ def assemble(
     if not sizes:
         raise CheckpointError(f"{folder} holds none of the {len(wanted)} shards its index names.")
     headers = read_headers(list(sizes))
-    tensors, absent, ignored = take_inventory(weight_map, headers)
+    tensors, absent, unindexed = take_inventory(weight_map, headers)
     small, skipped = _sort_files(files, set(wanted))
     shards = {
         name: Shard(name, sizes[name], header.data_start, header.raw)
         for name, header in headers.items()
     }
-    return Checkpoint(config, tensors, absent, shards, (*ignored, *skipped), tuple(small))
+    return Checkpoint(
+        config=config,
+        tensors=tensors,
+        absent=absent,
+        unindexed=unindexed,
+        shards=shards,
+        ignored=(*_of_unindexed(unindexed), *skipped),
+        small_files=tuple(small),
+    )
 
 
 def take_inventory(
     weight_map: dict[str, str] | None, headers: dict[str, Header]
-) -> tuple[dict[str, SourceTensor], dict[str, str], list[str]]:
+) -> tuple[dict[str, SourceTensor], dict[str, str], dict[str, str]]:
     """Join an index (None: a single file without one) with its shards' headers.
 
-    Returns the tensors of the present shards, tensor → shard for the absent ones, and a sentence
-    for each shard that holds tensors the index does not place there (they are ignored).
+    Returns the tensors of the present shards, tensor → shard for the absent ones, and tensor →
+    shard for those that the index does not place there (they are ignored).
     """
     tensors: dict[str, SourceTensor] = {}
     absent: dict[str, str] = {}
-    ignored: list[str] = []
     if weight_map is None:
         weight_map = {name: shard for shard, header in headers.items() for name in header.tensors}
     placed = dict.fromkeys(headers, 0)
@@ -128,11 +136,25 @@ def take_inventory(
             name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes
         )
         placed[shard] += 1
-    for shard, header in headers.items():
-        if placed[shard] < len(header.tensors):
-            extra = [n for n in header.tensors if weight_map.get(n) != shard]
-            ignored.append(f"{shard}: {len(extra)} tensor(s) not in the index, {_some(extra)}")
-    return tensors, absent, ignored
+    unindexed = {
+        name: shard
+        for shard, header in headers.items()
+        if placed[shard] < len(header.tensors)
+        for name in header.tensors
+        if weight_map.get(name) != shard
+    }
+    return tensors, absent, unindexed
+
+
+def _of_unindexed(unindexed: dict[str, str]) -> list[str]:
+    """A sentence for each shard that holds tensors which are ignored."""
+    names: dict[str, list[str]] = {}
+    for name, shard in unindexed.items():
+        names.setdefault(shard, []).append(name)
+    return [
+        f"{shard}: {len(extra)} tensor(s) not in the index, {_some(extra)}"
+        for shard, extra in names.items()
+    ]
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -33,6 +33,16 @@ def natural(config: dict[str, Any], key: str, default: int, most: int = 1 << 31)
     return 0 if value == 0 and type(value) is int else positive(config, key, most)
 
 
+def flag(config: dict[str, Any], key: str, default: bool) -> bool:
+    """config[key], true or false, or `default` where it is absent or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if type(value) is not bool:
+        raise CheckpointError(f"{CONFIG_NAME}: {key} is {value!r:.60}, expected true or false.")
+    return value
+
+
 def real(
     config: dict[str, Any],
     key: str,

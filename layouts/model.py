@@ -2,23 +2,27 @@
 against its config: what the compiler plans from and the validator compares with."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from kconvert.layouts.agreement import disagreements
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.families.deepseek_v3 import (
+    BUFFER,
     PROJECTIONS,
     Location,
+    Sizes,
     expert_base,
     locate,
-    model_dims,
+    read_sizes,
 )
 from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, quantized_matrix
 from kconvert.layouts.sharding import ModelDims
 
 OUTER, VISION = "outer", "vision"
+_WRAPPED = "language_model."
 
 
 class Expert(NamedTuple):
@@ -52,8 +56,14 @@ class Group:
 class Model:
     """Sizes and groups of a checkpoint; groups in the order of the layers, then outer, vision."""
 
-    dims: ModelDims
+    sizes: Sizes
     groups: dict[str, Group]
+    skipped: tuple[str, ...] = ()  # tensors that nobody reads, as they are computed
+
+    @property
+    def dims(self) -> ModelDims:
+        """What sharding depends on."""
+        return self.sizes.dims
 
 
 def layer_name(layer: int) -> str:
@@ -72,20 +82,28 @@ def read_model(checkpoint: Checkpoint) -> Model:
     Raises CheckpointError where tensors are missing or disagree with the config, UnsupportedError
     where a name has no rule or the quantization is another.
     """
-    dims = model_dims(checkpoint.config)
+    sizes = read_sizes(checkpoint.config)
+    dims = sizes.dims
     whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
     experts: dict[str, set[int]] = defaultdict(set)
     prefixes: dict[str, str] = {}
     absent: dict[str, set[str]] = defaultdict(set)
     here: dict[str, int] = defaultdict(int)  # tensors that are present, by group
     layers: set[int] = set()
+    stated: dict[str, dict[str, SourceTensor | None]] = defaultdict(dict)
+    skipped = []
     for name in [*checkpoint.tensors, *checkpoint.absent]:
         where = locate(name)
+        if where.group == BUFFER:
+            skipped.append(name)
+            continue
         group = _group_of(where)
         layers.add(where.layer)
         if where.expert >= 0:
             experts[group].add(where.expert)
             prefixes.setdefault(group, name[: name.index(".experts.") + len(".experts.")])
+        else:
+            stated[group][name] = checkpoint.tensors.get(name)
         if name in checkpoint.absent:
             absent[group].add(checkpoint.absent[name])
             whole.setdefault(group, [])
@@ -104,17 +122,44 @@ def read_model(checkpoint: Checkpoint) -> Model:
         if absent[name]:
             groups[name] = Group(name, (), absent=tuple(sorted(absent[name])))
             continue
-        prefix = prefixes.get(name, "")
+        base = prefixes.get(name, "")
         groups[name] = Group(
             name,
             tuple(tensor for _, tensor in sorted(whole[name], key=_reading_order)),
-            tuple(_expert(checkpoint.tensors, prefix, e, dims) for e in range(len(experts[name]))),
-            prefix,
+            tuple(_expert(checkpoint.tensors, base, e, dims) for e in range(len(experts[name]))),
+            base,
         )
     for group in groups.values():
         if not group.absent and len(group.tensors) != here[group.name]:
             raise _unplaced(checkpoint, group)
-    return Model(dims, groups)
+    prefix = name_prefix(stated[OUTER])
+    for name in [*map(layer_name, sorted(layers)), OUTER]:
+        _check_stated(checkpoint, sizes, name, prefix, stated[name])
+    return Model(sizes, groups, tuple(skipped))
+
+
+def name_prefix(outer: Collection[str]) -> str:
+    """What the model's names begin with, by those of the outer tensors: a wrapper's
+    `language_model.`, or nothing."""
+    return _WRAPPED if any(name.startswith(_WRAPPED) for name in outer) else ""
+
+
+def _check_stated(
+    checkpoint: Checkpoint,
+    sizes: Sizes,
+    group: str,
+    prefix: str,
+    tensors: dict[str, SourceTensor | None],
+) -> None:
+    """Raise CheckpointError for the first tensor of a group that config.json does not fit."""
+    layer = next(iter(layer_numbers([group])), None)
+    found = next(disagreements(sizes, layer, prefix, tensors), None)
+    if found is None:
+        return
+    shard, tensor = checkpoint.unindexed.get(found.tensor), tensors.get(found.tensor)
+    where = f"{tensor.shard}, " if tensor else ""
+    more = f"; it lies in {shard}, which the index does not say" if shard else ""
+    raise CheckpointError(f"{where}tensor {found.tensor} {found.text}{more}.")
 
 
 def _unplaced(checkpoint: Checkpoint, group: Group) -> CheckpointError:

@@ -1,12 +1,14 @@
 """ModelConfig: the sizes and constants of K2.6's text model (DeepSeek-V3 MLA + MoE)."""
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-from kconvert.layouts.fields import CONFIG_NAME, natural, positive, real, text_config
+from kconvert.layouts.families.deepseek_v3 import read_sizes, unknown_config_keys
+from kconvert.layouts.fields import CONFIG_NAME, flag, positive, real, text_config
 from kconvert.runtime.rope import Yarn, mscale
 
 GENERATION_NAME = "generation_config.json"
@@ -42,70 +44,124 @@ class ModelConfig:
     stop_tokens: frozenset[int]
 
 
-def read_config(folder: Path) -> ModelConfig:
+def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
     """The model of the checkpoint or output in `folder`.
 
-    Raises CheckpointError where a size is absent or senseless, UnsupportedError where the model
-    asks for what this forward pass does not do.
+    `ignored_keys`: paths of keys (`text_config.some_key`) that may be there though nobody here
+    knows them. Raises CheckpointError where a size is absent or senseless, UnsupportedError where
+    the model asks for what this forward pass does not do, or for what is not known here.
     """
     whole = read_json(folder / CONFIG_NAME)
-    config = text_config(whole)
-    _require(config, "scoring_func", "sigmoid")
-    _require(config, "topk_method", "noaux_tc")
-    _require(config, "hidden_act", "silu")
-    _require(config, "n_group", 1)
-    _require(config, "moe_layer_freq", 1)
-    _require(config, "attention_bias", False)
-    yarn, sharpening = _yarn(config)
-    nope, rope = positive(config, "qk_nope_head_dim"), positive(config, "qk_rope_head_dim")
-    experts, top_k = positive(config, "n_routed_experts"), positive(config, "num_experts_per_tok")
-    if top_k > experts:
-        raise CheckpointError(f"{CONFIG_NAME}: {top_k} experts a token of {experts}.")
+    config, sizes = text_config(whole), read_sizes(whole)
+    _refuse_unknown(whole, ignored_keys)
+    same = {
+        "num_key_value_heads": sizes.heads,
+        "qk_head_dim": sizes.nope_dim + sizes.rope_dim,
+        "head_dim": sizes.rope_dim,  # as transformers writes it for this family
+        "scoring_func": "sigmoid",
+        "topk_method": "noaux_tc",
+        "hidden_act": "silu",
+        "n_group": 1,
+        "topk_group": 1,
+        "rope_interleave": True,
+        "attention_bias": False,
+    }
+    for key, only in same.items():
+        _require(config, key, only)
+    rope = _rope(config)
+    yarn, sharpening = _yarn(rope)
+    top_k = positive(config, "num_experts_per_tok")
+    if top_k > sizes.experts:
+        raise CheckpointError(f"{CONFIG_NAME}: {top_k} experts a token of {sizes.experts}.")
     return ModelConfig(
-        hidden=positive(config, "hidden_size"),
-        layers=positive(config, "num_hidden_layers"),
-        first_moe=natural(config, "first_k_dense_replace", 0),
-        vocabulary=positive(config, "vocab_size"),
+        hidden=sizes.hidden,
+        layers=sizes.layers,
+        first_moe=sizes.first_moe,
+        vocabulary=sizes.vocabulary,
         positions=positive(config, "max_position_embeddings"),
-        heads=positive(config, "num_attention_heads"),
-        q_lora=natural(config, "q_lora_rank", 0),
-        kv_lora=positive(config, "kv_lora_rank"),
-        nope_dim=nope,
-        rope_dim=rope,
-        value_dim=positive(config, "v_head_dim"),
-        dense_intermediate=positive(config, "intermediate_size"),
-        moe_intermediate=positive(config, "moe_intermediate_size"),
-        experts=experts,
+        heads=sizes.heads,
+        q_lora=sizes.q_lora,
+        kv_lora=sizes.kv_lora,
+        nope_dim=sizes.nope_dim,
+        rope_dim=sizes.rope_dim,
+        value_dim=sizes.value_dim,
+        dense_intermediate=sizes.dense_intermediate,
+        moe_intermediate=sizes.moe_intermediate,
+        experts=sizes.experts,
         top_k=top_k,
-        shared_experts=natural(config, "n_shared_experts", 0),
-        routed_scale=real(config, "routed_scaling_factor", 1.0),
-        norm_topk=bool(config.get("norm_topk_prob", True)),
-        norm_eps=real(config, "rms_norm_eps", 1e-6),
-        rope_theta=real(config, "rope_theta", 10000.0, least=1.01),
+        shared_experts=sizes.shared_experts,
+        routed_scale=real(config, "routed_scaling_factor"),
+        norm_topk=flag(config, "norm_topk_prob", True),
+        norm_eps=real(config, "rms_norm_eps"),
+        rope_theta=real(rope, "rope_theta", least=1.01),
         yarn=yarn,
-        softmax_scale=(nope + rope) ** -0.5 * sharpening,
-        tied_head=bool(config.get("tie_word_embeddings", False)),
+        softmax_scale=(sizes.nope_dim + sizes.rope_dim) ** -0.5 * sharpening,
+        tied_head=sizes.tied_head,
         stop_tokens=_stop_tokens(folder, whole, config),
     )
 
 
-def _yarn(config: dict[str, Any]) -> tuple[Yarn | None, float]:
+def _refuse_unknown(config: dict[str, Any], ignored: Collection[str]) -> None:
+    keys = [key for key in unknown_config_keys(config) if key.matters and key.path not in ignored]
+    if keys:
+        others = f" (and {len(keys) - 1} more)" if keys[1:] else ""
+        raise UnsupportedError(
+            f"{CONFIG_NAME}: {keys[0]} is not known here{others} and may change what the model"
+            " computes: if it does not,"
+            f" {' '.join(f'--ignore-config-key {key.path}' for key in keys)}."
+        )
+
+
+_ROPE_KEYS = frozenset({
+    "rope_theta", "type", "rope_type", "factor", "original_max_position_embeddings", "beta_fast",
+    "beta_slow", "mscale", "mscale_all_dim",
+})  # fmt: skip
+
+
+def _rope(config: dict[str, Any]) -> dict[str, Any]:
+    """The rotary settings: `rope_theta` and `rope_scaling`, or all of them in `rope_parameters`,
+    as transformers 5 writes them. Where both are there they must agree."""
+    new, old = config.get("rope_parameters"), config.get("rope_scaling")
+    for key, table in (("rope_parameters", new), ("rope_scaling", old)):
+        if table is not None and not isinstance(table, dict):
+            raise CheckpointError(f"{CONFIG_NAME}: {key} is {table!r:.60}, expected an object.")
+    merged: dict[str, Any] = {}
+    for table in ({"rope_theta": config.get("rope_theta")}, old or {}, new or {}):
+        for key, value in table.items():
+            if key not in _ROPE_KEYS:
+                raise UnsupportedError(
+                    f"{CONFIG_NAME}: {key} among the rotary settings is not known here."
+                )
+            key = "rope_type" if key == "type" else key
+            if value is not None and merged.setdefault(key, value) != value:
+                raise CheckpointError(
+                    f"{CONFIG_NAME}: {key} is {merged[key]!r:.40} in one place and {value!r:.40} in"
+                    " another."
+                )
+    return merged
+
+
+def _yarn(rope: dict[str, Any]) -> tuple[Yarn | None, float]:
     """YaRN and what it multiplies the softmax scale with: mscale(mscale_all_dim)², as DeepSeek-V3
     does. Where mscale = mscale_all_dim, as in Kimi's configs, cosines and sines stay as they are.
     """
-    table = config.get("rope_scaling")
-    if table is None:
+    kind = rope.get("rope_type", "default")
+    if kind == "default":
+        plain = rope.keys() - {"rope_theta", "rope_type"}
+        if plain:
+            raise UnsupportedError(
+                f"{CONFIG_NAME}: {min(plain)} is set among rotary settings that say no rope_type."
+            )
         return None, 1.0
-    kind = table.get("type", table.get("rope_type")) if isinstance(table, dict) else table
     if kind != "yarn":
-        raise UnsupportedError(f"{CONFIG_NAME}: rope_scaling is {kind!r}, only yarn is known.")
-    factor, all_dim = real(table, "factor", 1.0), real(table, "mscale_all_dim", 0.0, least=0.0)
+        raise UnsupportedError(f"{CONFIG_NAME}: rope_type is {kind!r:.60}, only 'yarn' is known.")
+    factor, all_dim = real(rope, "factor"), real(rope, "mscale_all_dim", 0.0, least=0.0)
     yarn = Yarn(
         factor,
-        positive(table, "original_max_position_embeddings"),
-        real(table, "beta_fast", 32.0),
-        real(table, "beta_slow", 1.0),
-        mscale(factor, real(table, "mscale", 1.0, least=0.0)) / mscale(factor, all_dim),
+        positive(rope, "original_max_position_embeddings"),
+        real(rope, "beta_fast", 32.0),
+        real(rope, "beta_slow", 1.0),
+        mscale(factor, real(rope, "mscale", 1.0, least=0.0)) / mscale(factor, all_dim),
     )
     return yarn, mscale(factor, all_dim) ** 2
 

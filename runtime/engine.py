@@ -6,7 +6,7 @@ float32 logit bits at every committed position, by DESIGN.md's exactness rule.
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -72,20 +72,22 @@ class Engine:
         drafter: str | Path | None = None,
         dtype: str = "float32",
         ranks: Ranks | None = None,
+        ignore_config_keys: Collection[str] = (),
     ) -> "Engine":
         """Map the converted folder `blobs` and read the DFlash `drafter`, on the CPU.
 
         `ranks`: this process and the others (`ranks_from_environment`); alone if not given. Every
         rank makes the same calls. A small drafter runs on one thread, and torch with it: the
         number of threads is the process's. Raises a KconvertError: no finished output, a part,
-        another number of ranks, a file missing or changed, a drafter for another target.
+        another number of ranks, a file missing or changed, a drafter for another target, a key in
+        config.json that nobody here knows and that is not among `ignore_config_keys`.
         """
         folder = Path(blobs)
         if dtype not in DTYPES:
             raise UnsupportedError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
         ranks = ranks or Ranks()
         mapped = Blobs(folder, ranks)
-        config = read_config(folder)
+        config = read_config(folder, ignore_config_keys)
         opened = None
         if drafter is not None:
             target = TargetDims(config.hidden, config.vocabulary, config.layers)

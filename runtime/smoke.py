@@ -28,6 +28,7 @@ class Request:
     seed: int
     chain_seed: bool
     check_exact: bool
+    ignore_config_keys: tuple[str, ...] = ()
 
 
 def smoke(
@@ -39,7 +40,7 @@ def smoke(
     (null where none is, or where it was not asked for). Raises what `Engine` does.
     """
     ranks = ranks_from_environment()
-    engine = Engine.open(output, drafter, dtype, ranks)
+    engine = Engine.open(output, drafter, dtype, ranks, request.ignore_config_keys)
     write = write if ranks.rank == 0 else lambda _: None
     tokenizer = None if request.tokens is not None else Tokenizer(output)
     if tokenizer is not None and tokenizer.vocabulary > engine.model.config.vocabulary:

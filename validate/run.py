@@ -11,7 +11,7 @@ import numpy as np
 from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.checkpoint import Checkpoint, read_checkpoint, read_json
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.families.deepseek_v3 import model_dims
+from kconvert.layouts.families.deepseek_v3 import read_sizes
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.formats.compressed_tensors import unpack_codes
 from kconvert.layouts.manifest import Manifest, read_manifest
@@ -44,9 +44,11 @@ def run(
     result.findings += structure.check_files(output, manifest)
     if any(finding.file == CONFIG_NAME for finding in result.findings):
         return result  # the shapes that the headers should have are not known
-    dims = model_dims(read_json(output / CONFIG_NAME))
+    sizes = read_sizes(read_json(output / CONFIG_NAME))
+    dims = sizes.dims
     result.findings += structure.check_complete(manifest, dims)
     result.findings += structure.check_headers(manifest, blobs, dims)
+    result.findings += structure.check_common(blobs, sizes)
     if source is not None and checkpoint is not None and groups is not None:
         result.findings += _check_small_files(output, source, checkpoint)
         result.findings += _check_groups(manifest, blobs, groups)

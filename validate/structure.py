@@ -5,6 +5,7 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
+from kconvert.layouts.agreement import disagreements
 from kconvert.layouts.blob import (
     COMMON_FOLDER,
     PAGE,
@@ -19,10 +20,11 @@ from kconvert.layouts.blob import (
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, OutputError
 from kconvert.layouts.experts import STACKED, stacked_by_name
+from kconvert.layouts.families.deepseek_v3 import Sizes
 from kconvert.layouts.formats.compressed_tensors import SCALE_DTYPES
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, FileEntry, Manifest
-from kconvert.layouts.model import OUTER, layer_name
+from kconvert.layouts.model import OUTER, VISION, layer_name, layer_numbers, name_prefix
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
 from kconvert.validate.findings import Finding
@@ -106,6 +108,18 @@ def check_headers(manifest: Manifest, blobs: list[Blob], dims: ModelDims) -> Ite
     """Headers are the manifest's, agree with it and with themselves, and hold the right shapes."""
     for blob in blobs:
         yield from _check_header(blob, manifest.files[blob.path], manifest, dims)
+
+
+def check_common(blobs: list[Blob], sizes: Sizes) -> Iterator[Finding]:
+    """Common blobs hold every tensor that config.json implies, as it implies it, and no other."""
+    common = {blob.group: blob for blob in blobs if blob.info.sharding is None}
+    names = [name for blob in common.values() for name in blob.header.tensors]
+    prefix = name_prefix([name for name in names if name.endswith(".embed_tokens.weight")])
+    for group, blob in common.items():
+        if group != VISION:
+            layer = next(iter(layer_numbers([group])), None)
+            for wrong in disagreements(sizes, layer, prefix, blob.header.tensors):
+                yield Finding(blob.path, wrong.text, wrong.tensor)
 
 
 def _check_header(

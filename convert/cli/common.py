@@ -58,6 +58,12 @@ def folder_argument(text: str) -> Any:
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if not given.")]
+IgnoreConfigKey = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY", help="Of config.json: not known here, and known to you to be nothing."
+    ),
+]
 Layers = Annotated[str | None, typer.Option(help="Only these layers: 0-3,60.")]
 
 

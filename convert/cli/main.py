@@ -12,6 +12,7 @@ import typer
 from kconvert.convert.cli.bench import bench
 from kconvert.convert.cli.common import (
     INTERRUPTED,
+    IgnoreConfigKey,
     Json,
     Layers,
     Quiet,
@@ -264,6 +265,7 @@ def smoke_generate(
     check_exact: Annotated[
         bool, typer.Option("--check-exact", help="Compare every logit's bits with ar's.")
     ] = False,
+    ignore_config_key: IgnoreConfigKey = None,
     as_json: Json = False,
 ) -> None:
     """Generate on the CPU, and say how fast and how exact.
@@ -291,6 +293,7 @@ def smoke_generate(
         seed=seed,
         chain_seed=chain_seed,
         check_exact=check_exact,
+        ignore_config_keys=tuple(ignore_config_key or ()),
     )
     write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
     table = smoke(output, drafter, dtype, request, write)

@@ -56,7 +56,8 @@ def plan_table(prepared: "Prepared") -> dict[str, Any]:
             {"folder": str(folder), "needed": needed, "free": free}
             for folder, needed, free in prepared.disks()
         ],
-        "ignored": list(prepared.source.checkpoint.ignored),
+        "ignored": list(prepared.ignored),
+        "warnings": list(prepared.warnings),
         "left_out": list(plan.left_out),
     }
 
@@ -137,7 +138,8 @@ def _text(lines: list[str]) -> str:
 
 
 def _notes(table: dict[str, Any]) -> list[str]:
-    notes = [f"ignored: {text}" for text in table["ignored"]]
+    notes = [f"warning: {text}" for text in table["warnings"]]
+    notes += [f"ignored: {text}" for text in table["ignored"]]
     if table["replaced"]:
         count, nbytes = len(table["replaced"]), sum(table["replaced"].values())
         notes.append(f"replaced or removed (--overwrite): {count} files, {size(nbytes)}")

@@ -172,11 +172,10 @@ def test_same_bits(name: str, mini: Path, tmp_path: Path, reference: dict[str, b
 
 def test_zero_size_tensors(mini: Path, tmp_path: Path, reference: dict[str, bytes]) -> None:
     """First, between and last in their shard; they are kept."""
-    bias = "language_model.model.layers.0.mlp.gate_proj.bias"
     tower = "vision_tower.nothing"
     empty = Tensor("BF16", (0, 7), b"")
     for shard, first, last in [
-        ("1", {}, {bias: empty}),
+        ("1", {}, {f"{tower}.1": empty}),
         ("6", {f"{tower}.0": empty}, {tower: empty}),
     ]:
         path = mini / f"model-0000{shard}-of-000006.safetensors"
@@ -191,7 +190,7 @@ def test_zero_size_tensors(mini: Path, tmp_path: Path, reference: dict[str, byte
     converted(mini, tmp_path / "out")
     assert weights(tmp_path / "out") == reference
     out = load(tmp_path / "out/common/vision.safetensors")
-    assert out[tower] == out[f"{tower}.0"] == empty
+    assert out[tower] == out[f"{tower}.0"] == out[f"{tower}.1"] == empty
 
 
 def test_unindexed_tensors_and_stale_files(
@@ -258,6 +257,7 @@ def test_mtp_layer(mini: Path, tmp_path: Path) -> None:
     mtp = {n.replace(f"{base}2.", f"{base}3."): t for n, t in tensors.items()}
     norm = tensors[f"{base}2.input_layernorm.weight"]
     mtp |= {f"{base}3.{n}.weight": norm for n in ("enorm", "hnorm", "shared_head.norm")}
+    mtp[f"{base}3.eh_proj.weight"] = Tensor("BF16", (256, 512), bytes(2 * 256 * 512))
     write(mini / "mtp.safetensors", mtp)
     change_json(
         mini / INDEX, lambda i: i["weight_map"].update(dict.fromkeys(mtp, "mtp.safetensors"))

@@ -1,0 +1,80 @@
+"""Config and tensors against each other, both ways: what config.json implies is there, with its
+shape and a dtype that somebody reads, and what is there config.json implies."""
+
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple, Protocol
+
+from kconvert.layouts.families.deepseek_v3 import Sizes, Stated, stated_modules
+from kconvert.layouts.fields import CONFIG_NAME
+from kconvert.layouts.formats.compressed_tensors import (
+    MATRIX_TENSORS,
+    SCALE_DTYPES,
+    SHAPE_DTYPES,
+)
+
+FLOATS = ("BF16", "F16", "F32")
+
+
+class Described(Protocol):
+    """A tensor of a shard or a blob."""
+
+    @property
+    def dtype(self) -> str: ...
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+class Disagreement(NamedTuple):
+    """A tensor and what is wrong with it, to be read behind its name."""
+
+    tensor: str
+    text: str
+
+
+def disagreements(
+    sizes: Sizes, layer: int | None, prefix: str, tensors: Mapping[str, Described | None]
+) -> Iterator[Disagreement]:
+    """What does not fit in a layer's tensors (None: the outer ones) but for the routed experts.
+
+    `tensors` are by full name; None where a tensor's shard is not here and only its name is known.
+    `prefix` is what the model's names begin with, `language_model.` or nothing.
+    """
+    base = prefix if layer is None else f"{prefix}model.layers.{layer}."
+    known: set[str] = set()
+    for module, stated in stated_modules(sizes, layer).items():
+        expected = _parameters(f"{base}{module}", stated, sizes, tensors)
+        known |= expected.keys()
+        if stated.optional and not expected.keys() & tensors.keys():
+            continue
+        for name, (dtypes, shape) in expected.items():
+            if name not in tensors:
+                yield Disagreement(name, f"is missing: by {CONFIG_NAME} it is {list(shape)}")
+                continue
+            tensor = tensors[name]
+            if tensor is not None and (tensor.dtype not in dtypes or tensor.shape != shape):
+                yield Disagreement(
+                    name,
+                    f"is {tensor.dtype} {list(tensor.shape)}, expected {' or '.join(dtypes)}"
+                    f" {list(shape)} by {CONFIG_NAME}",
+                )
+    for name in sorted(tensors.keys() - known):
+        yield Disagreement(name, f"is not implied by {CONFIG_NAME}: the engines would leave it out")
+
+
+def _parameters(
+    module: str, stated: Stated, sizes: Sizes, tensors: Mapping[str, Described | None]
+) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
+    """A module's tensors with dtypes and shape. A matrix may be quantized as the experts are."""
+    expected = {}
+    for parameter in stated.parameters:
+        shape = stated.shape if parameter == "weight" else stated.shape[:1]
+        expected[f"{module}.{parameter}"] = (FLOATS, shape)
+    quantized = [f"{module}.{companion}" for companion in MATRIX_TENSORS]
+    if len(stated.shape) == 2 and any(name in tensors for name in quantized):
+        n, k = stated.shape
+        del expected[f"{module}.weight"]
+        groups = len(sizes.quantization.groups(range(k)))
+        kinds = (("I32",), (n, k // 8)), (SCALE_DTYPES, (n, groups)), (SHAPE_DTYPES, (2,))
+        expected |= dict(zip(quantized, kinds, strict=True))
+    return expected
