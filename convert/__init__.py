@@ -25,6 +25,7 @@ def convert(
     cache_dir: Path | None = None,
     keep_shards: bool = False,
     share: "Share | None" = None,
+    verify: bool = False,
 ) -> "Conversion":
     """Convert `source`, a checkpoint's folder or its name on the Hub, into `output`, resuming what
     is there.
@@ -48,5 +49,6 @@ def convert(
         cache_dir=cache_dir,
         keep_shards=keep_shards,
         share=share,
+        verify=verify,
     )
     return run(prepare(source, output, options))

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import closing
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,11 +25,12 @@ from kconvert.convert.plan import Job, Plan, PlannedTensor
 from kconvert.convert.progress import Meter
 from kconvert.convert.source import Source
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.errors import KconvertError
+from kconvert.layouts.errors import CheckpointError, KconvertError
 from kconvert.layouts.experts import Cut
 from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, check_weight_shape
 from kconvert.layouts.model import Expert
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
+from kconvert.layouts.scan import all_one_code, scan_scales
 
 
 def memory_bound(plan: Plan, workers: int) -> int:
@@ -45,8 +46,17 @@ def memory_bound(plan: Plan, workers: int) -> int:
     return workers * (expert + piece + CHUNK_BYTES)
 
 
-def execute(plan: Plan, source: Source, workspace: Workspace, workers: int, meter: Meter) -> int:
-    """Write and publish every file of `plan`; returns the bytes read.
+class Executed(NamedTuple):
+    """What was read, and what looked odd on the way: sentences."""
+
+    bytes_read: int
+    warnings: tuple[str, ...]
+
+
+def execute(
+    plan: Plan, source: Source, workspace: Workspace, workers: int, meter: Meter
+) -> Executed:
+    """Write and publish every file of `plan`.
 
     Raises CheckpointError for a fault in the source's data, UnavailableError where a shard cannot
     be got, OSError as the system gives it; unpublished files are gone then, published ones stay.
@@ -95,7 +105,7 @@ def execute(plan: Plan, source: Source, workspace: Workspace, workers: int, mete
             publisher.shutdown(wait=True)
             for writer in writers:
                 writer.close()
-    return reader.bytes_read
+    return Executed(reader.bytes_read, tuple(packer.oddities.sentences()))
 
 
 def _finish(futures: list[Future[None]]) -> None:
@@ -106,6 +116,38 @@ def _finish(futures: list[Future[None]]) -> None:
         future.result()
 
 
+class _Oddities:
+    """Scales that are zero and matrices of one code: sound files may have them, damaged ones do."""
+
+    def __init__(self) -> None:
+        self._zeros: list[tuple[str, int]] = []  # tensor → zero scales; appending is atomic
+        self._uniform: list[str] = []
+
+    def look(self, matrix: QuantizedMatrix, codes: NDArray[Any], scales: NDArray[Any]) -> None:
+        """Raises CheckpointError for a scale that is NaN or infinite."""
+        scanned = scan_scales(scales, matrix.scale.dtype)
+        if scanned.not_finite is not None:
+            row, group = scanned.not_finite
+            raise CheckpointError(
+                f"{matrix.scale.shard}, tensor {matrix.scale.name}: the scale of row {row}, group"
+                f" {group} is not finite: the shard is damaged; download it again."
+            )
+        if scanned.zeros:
+            self._zeros.append((matrix.scale.name, scanned.zeros))
+        if all_one_code(codes):
+            self._uniform.append(matrix.code.name)
+
+    def sentences(self) -> Iterator[str]:
+        """A line for each kind, with the first tensor by name."""
+        if self._zeros:
+            total = sum(count for _, count in self._zeros)
+            first = min(self._zeros)[0]
+            yield f"{total:,} scales of {len(self._zeros):,} tensors are zero, the first in {first}"
+        if self._uniform:
+            first = min(self._uniform)
+            yield f"{len(self._uniform):,} expert matrices are all one code, the first {first}"
+
+
 class _Packer:
     """Turns the pieces of a job that can run at once into tasks, and does them."""
 
@@ -114,6 +156,7 @@ class _Packer:
         self._reader = reader
         self._meter = meter
         self._scratch = Scratch()
+        self.oddities = _Oddities()
 
     def tasks(self, job: Job, writers: list[BlobWriter]) -> Iterator[Callable[[], None]]:
         """One task a whole tensor, and one an expert for all the ranks that hold it."""
@@ -167,6 +210,7 @@ class _Packer:
             out = self._scratch.take(f"{projection} {role}", tensor.shape, NUMPY_BITS[tensor.dtype])
             self._reader.read_into(tensor, out)
             loaded[role] = out
+        self.oddities.look(matrix, loaded["code"], loaded["scale"])
         rows, words = loaded["code"].shape
         for tensor in matrix.dropped:
             raw = self._scratch.take("dropped", (tensor.nbytes,), np.uint8)

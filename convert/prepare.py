@@ -21,10 +21,12 @@ from kconvert.layouts.checkpoint import Checkpoint
 from kconvert.layouts.config_keys import UnknownKey, mention_of, warnings_of
 from kconvert.layouts.errors import OutputError, UnsupportedError
 from kconvert.layouts.families.deepseek_v3 import unknown_config_keys
+from kconvert.layouts.header import refuse_lfs_pointer
 from kconvert.layouts.model import Model, read_model
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism
 
+TOKENIZERS = ("tiktoken.model", "tokenizer.json", "tokenizer.model")
 MAX_WORKERS = 16  # more are not fed by one file system
 BUFFER_BYTES = 1 << 30  # for all workers together, where their number is not asked for
 
@@ -45,6 +47,7 @@ class Options:
     cache_dir: Path | None = None  # huggingface_hub's; None: its own default
     keep_shards: bool = False  # download into the cache, and delete nothing
     share: Share | None = None  # of several runs on one output
+    verify: bool = False  # compare a folder's files with the hashes at hand
 
 
 @dataclass(frozen=True)
@@ -175,7 +178,7 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
         )
     if options.share:
         plan = plan.share(options.share)
-    small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
+    small = _small_files(opened)
     unknown = unknown_config_keys(checkpoint.config)
     return with_current_state(
         Prepared(
@@ -186,7 +189,7 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
             small_files=small,
             options=options,
             ignored=_ignored(checkpoint, model, unknown),
-            warnings=tuple(warnings_of(unknown)),
+            warnings=(*opened.warnings, *warnings_of(unknown), *_no_tokenizer(checkpoint)),
         )
     )
 
@@ -194,6 +197,21 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
 def _ignored(checkpoint: Checkpoint, model: Model, unknown: list[UnknownKey]) -> tuple[str, ...]:
     buffers = [f"{len(model.skipped)} rotary buffers (inv_freq): computed, not read"]
     return (*checkpoint.ignored, *buffers[: len(model.skipped)], *mention_of(unknown))
+
+
+def _no_tokenizer(checkpoint: Checkpoint) -> list[str]:
+    if any(name in checkpoint.small_files for name in TOKENIZERS):
+        return []
+    return [f"the source has no tokenizer ({', '.join(TOKENIZERS)}): text cannot be read or made"]
+
+
+def _small_files(source: Source) -> dict[str, bytes]:
+    """The small files' contents. Raises CheckpointError where one only stands for another."""
+    contents = {}
+    for name in source.checkpoint.small_files:
+        contents[name] = source.path(name).read_bytes()
+        refuse_lfs_pointer(name, contents[name])
+    return contents
 
 
 def _open(source: str, output: Path, options: Options) -> Source:
@@ -205,7 +223,7 @@ def _open(source: str, output: Path, options: Options) -> Source:
                 f"{source} is a folder here: --revision, --cache-dir and --keep-shards are for a"
                 " repository of the Hub."
             )
-        return open_local(Path(source))
+        return open_local(Path(source), options.verify)
     revision = options.revision
     if not options.overwrite and not COMMIT.fullmatch(revision or ""):
         revision = _begun_at(output, source, revision) or revision

@@ -32,6 +32,7 @@ class Conversion:
     trusted: tuple[str, ...]  # published files that could not be compared: their shards are gone
     ignored: tuple[str, ...]  # sentences on what the source has and nobody reads
     warnings: tuple[str, ...]  # sentences on what may be wrong with it
+    verified: bool  # contents were compared with the hashes that they should have
     left_out: tuple[str, ...]  # groups that this run was not asked for
     repo: str | None  # of the Hub, and the commit
     commit: str | None
@@ -54,7 +55,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         _leave_outline(workspace, outline)
         if replaced:
             publish.withdraw(output / MANIFEST_NAME)
-        bytes_read = execute(rest, prepared.source, workspace, prepared.workers, meter)
+        done = execute(rest, prepared.source, workspace, prepared.workers, meter)
         # The last share to end writes what belongs to no share.
         last = workspace.share is None or not outline.missing_blobs(output)
         if last or (workspace.share and workspace.share.index == 0):
@@ -70,13 +71,14 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         output=output,
         files_written=len(rest.files),
         files_kept=len(prepared.state.published & planned),
-        bytes_read=bytes_read,
+        bytes_read=done.bytes_read,
         bytes_written=sum(file.nbytes for file in rest.files),
         complete=manifest is not None and manifest.complete,
         replaced=replaced,
         trusted=tuple(sorted(prepared.state.trusted)),
         ignored=prepared.ignored,
-        warnings=prepared.warnings,
+        warnings=(*prepared.warnings, *done.warnings),
+        verified=prepared.source.verified,
         left_out=prepared.plan.left_out,
         repo=prepared.source.name,
         commit=prepared.source.commit,

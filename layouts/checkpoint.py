@@ -11,12 +11,18 @@ from typing import Any, NamedTuple
 
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.fields import CONFIG_NAME
-from kconvert.layouts.header import Header, decode_json, read_header
+from kconvert.layouts.header import Header, decode_json, read_header, refuse_lfs_pointer
 
 INDEX_NAME = "model.safetensors.index.json"
 # Weights in any container; everything else that lies beside config.json is a small file.
 _WEIGHT_SUFFIXES = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx"}
 _SMALL_FILE_BYTES = 64 << 20
+# What download tools leave beside a file that is not whole yet, or that they are still fetching.
+_PARTIAL_MARKS = (
+    ".aria2", ".aria2__temp", ".incomplete", ".part", ".partial", ".crdownload", ".download",
+    ".!qb", ".!ut", ".lock", ".tmp",
+)  # fmt: skip
+_DOWNLOAD_STREAM = ":Zone.Identifier"  # Windows' note on where a file came from
 _MAX_JSON_BYTES = 64 << 20  # K2.6's index has 25
 
 
@@ -93,7 +99,7 @@ def assemble(
         raise CheckpointError(f"{folder} holds none of the {len(wanted)} shards its index names.")
     headers = read_headers(list(sizes))
     tensors, absent, unindexed = take_inventory(weight_map, headers)
-    small, skipped = _sort_files(files, set(wanted))
+    small, skipped = _sort_files(folder, files, set(wanted))
     shards = {
         name: Shard(name, sizes[name], header.data_start, header.raw)
         for name, header in headers.items()
@@ -163,8 +169,10 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is missing: {path.parent} is not a whole checkpoint.")
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes: no JSON file is so large.")
+    raw = path.read_bytes()
+    refuse_lfs_pointer(path, raw)
     try:
-        value = decode_json(path.read_bytes())
+        value = decode_json(raw)
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not readable as JSON: {error}.") from None
     if not isinstance(value, dict):
@@ -199,14 +207,29 @@ def _only_shard(folder: Path, files: Collection[str]) -> list[str]:
     return shards
 
 
-def _sort_files(files: dict[str, int | None], shards: set[str]) -> tuple[list[str], list[str]]:
-    """The small files to copy, and a sentence for each file or folder that is left alone."""
+def _sort_files(
+    folder: Path, files: dict[str, int | None], shards: set[str]
+) -> tuple[list[str], list[str]]:
+    """The small files to copy, and a sentence for each file or folder that is left alone.
+
+    Raises CheckpointError for what says that a download has not ended.
+    """
     small, skipped = [], []
     for name, size in files.items():
         if name in shards or name == INDEX_NAME:
             continue
+        mark = next((mark for mark in _PARTIAL_MARKS if name.lower().endswith(mark)), None)
+        if mark and name[: -len(mark)] in files:
+            raise CheckpointError(
+                f"{folder / name} lies beside {name[: -len(mark)]}, whose download has not ended:"
+                " finish it, or delete that file if the other is whole."
+            )
         if size is None:
             skipped.append(f"{name}: not a file")
+        elif mark:
+            skipped.append(f"{name}: part of a download")
+        elif name.endswith(_DOWNLOAD_STREAM):
+            skipped.append(f"{name}: a note of Windows")
         elif Path(name).suffix in _WEIGHT_SUFFIXES:
             skipped.append(f"{name}: weights the index does not name")
         elif name.endswith(".index.json"):

@@ -72,10 +72,7 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
     first = read_first(64)
     if size == 0:
         raise CheckpointError(f"{file} is empty: download it again.")
-    if first.startswith(_LFS_POINTER):
-        raise CheckpointError(
-            f"{file} is a Git LFS pointer, not the tensors: fetch the file with `git lfs pull`."
-        )
+    refuse_lfs_pointer(file, first)
     if size < 8:
         raise CheckpointError(
             f"{file} is truncated: {size} bytes found, at least 8 expected; download it again."
@@ -88,6 +85,14 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
             " download it again."
         )
     return parse_header(read_first(8 + length), size, file)
+
+
+def refuse_lfs_pointer(file: Path | str, first: bytes) -> None:
+    """Raise CheckpointError where a file that begins with `first` only stands for another."""
+    if first.startswith(_LFS_POINTER):
+        raise CheckpointError(
+            f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`."
+        )
 
 
 def decode_json(

@@ -19,6 +19,7 @@ from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import Expert
 from kconvert.layouts.quantization import Role
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
+from kconvert.layouts.scan import scan_scales
 from kconvert.layouts.sharding import RankSlice
 from kconvert.validate.findings import Finding
 from kconvert.validate.structure import Blob
@@ -92,9 +93,11 @@ class ExpertCheck:
             if digest(memoryview(stored).cast("B")) != blob.info.expert_digests[name][local]:
                 text = "its bytes were changed: the digest disagrees"
                 yield Finding(blob.path, text, name, index)
+            role = cut.tensor.role
+            if role == "scale":
+                yield from _not_finite(blob.path, stored, tensor.dtype, name, index)
             if not self._source:
                 continue
-            role = cut.tensor.role
             want = np.concatenate([self._wanted(role, source) for source in cut.parts])
             got = self._layout.unpack(role, stored)
             if not np.array_equal(got, want):
@@ -114,6 +117,14 @@ class ExpertCheck:
         array = self._scratch.take(purpose, tensor.shape, NUMPY_BITS[tensor.dtype])
         reader.read_into(tensor, array)
         return array
+
+
+def _not_finite(
+    path: str, scales: NDArray[Any], dtype: str, name: str, index: int
+) -> Iterator[Finding]:
+    first = scan_scales(scales, dtype).not_finite
+    if first is not None:
+        yield Finding(path, f"a scale is not finite, the first stored at {[*first]}", name, index)
 
 
 def _difference(got: NDArray[Any], want: NDArray[Any], role: Role) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 
+from kconvert.convert.source.local import refuse_damaged
 from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.checkpoint import Checkpoint, read_checkpoint, read_json
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.families.deepseek_v3 import read_sizes
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.formats.compressed_tensors import unpack_codes
@@ -32,13 +33,18 @@ def run(
     output: Path,
     source: Path | None,
     sample: int | None,
+    verify: bool,
     workers: int | None,
     progress: Callable[[int], None],
 ) -> Validation:
     """See `kconvert.validate.validate`."""
+    if verify and source is None:
+        raise UnsupportedError("--verify is for a source's files: give --source.")
     manifest = read_manifest(output)
     checkpoint = None if source is None else read_checkpoint(source)
     groups = None if checkpoint is None else read_model(checkpoint).groups
+    if verify and source is not None and checkpoint is not None:
+        refuse_damaged(source, checkpoint)
     result = Validation(manifest.complete, source is not None, sample, len(manifest.files))
     blobs, result.findings = structure.read_blobs(output, manifest)
     result.findings += structure.check_files(output, manifest)

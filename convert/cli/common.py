@@ -57,6 +57,9 @@ def folder_argument(text: str) -> Any:
 
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
+Verify = Annotated[
+    bool, typer.Option("--verify", help="Compare a source folder with the hashes at hand.")
+]
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if not given.")]
 IgnoreConfigKey = Annotated[
     list[str] | None,

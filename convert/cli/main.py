@@ -16,6 +16,7 @@ from kconvert.convert.cli.common import (
     Json,
     Layers,
     Quiet,
+    Verify,
     Workers,
     explained,
     folder,
@@ -105,6 +106,7 @@ def convert(
     shard: Annotated[str | None, typer.Option(hidden=True)] = None,  # what it was once called
     workers: Workers = None,
     text_only: Annotated[bool, typer.Option(help="Leave the vision tower out.")] = False,
+    verify: Verify = False,
     overwrite: Annotated[bool, typer.Option(help="Replace what another run wrote.")] = False,
     dry_run: Annotated[bool, typer.Option(help="Print the plan; write nothing.")] = False,
     as_json: Json = False,
@@ -137,6 +139,7 @@ def convert(
         cache_dir=cache_dir,
         keep_shards=keep_shards,
         share=share_of_launcher(os.environ) if share is None else parse_share(share),
+        verify=verify,
     )
     if share is None and options.share:
         to_stderr(f"{options.share.name}, as the launcher says; --share 0/1 converts all")
@@ -187,6 +190,7 @@ def validate(
     sample: Annotated[
         int | None, typer.Option(min=1, help="Only so many experts a layer; all if not given.")
     ] = None,
+    verify: Verify = False,
     workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -199,7 +203,9 @@ def validate(
     from kconvert.validate import validate as check
 
     with progress_bar("validate", None, quiet) as progress:
-        result = check(output, source, sample=sample, workers=workers, progress=progress)
+        result = check(
+            output, source, sample=sample, verify=verify, workers=workers, progress=progress
+        )
     show(text.validation_table(result), as_json, text.validation_text, quiet)
     if not result.ok:
         raise typer.Exit(1)

@@ -58,6 +58,7 @@ def plan_table(prepared: "Prepared") -> dict[str, Any]:
         ],
         "ignored": list(prepared.ignored),
         "warnings": list(prepared.warnings),
+        "verified": prepared.source.verified,
         "left_out": list(plan.left_out),
     }
 
@@ -140,6 +141,8 @@ def _text(lines: list[str]) -> str:
 def _notes(table: dict[str, Any]) -> list[str]:
     notes = [f"warning: {text}" for text in table["warnings"]]
     notes += [f"ignored: {text}" for text in table["ignored"]]
+    if not table["verified"]:
+        notes.append("contents were not compared with hashes: --verify does, where any are at hand")
     if table["replaced"]:
         count, nbytes = len(table["replaced"]), sum(table["replaced"].values())
         notes.append(f"replaced or removed (--overwrite): {count} files, {size(nbytes)}")

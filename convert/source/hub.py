@@ -28,6 +28,8 @@ class HubSource:
     checkpoint: Checkpoint
     contents: dict[str, str]  # shard → the Hub's hash
     keep_shards: bool
+    warnings: tuple[str, ...] = ()
+    verified: bool = True
 
     @property
     def name(self) -> str:

@@ -1,20 +1,26 @@
 """A checkpoint in a local folder."""
 
 import os
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Self
 
 import xxhash
 
 from kconvert.convert.progress import Meter
+from kconvert.convert.source.hashes import known_oid, oid_of
 from kconvert.convert.source.protocol import Deliveries
-from kconvert.layouts.checkpoint import Checkpoint, Shard, read_checkpoint
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.checkpoint import INDEX_NAME, Checkpoint, Shard, read_checkpoint
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.fields import CONFIG_NAME
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
+_BLANK = bytes(4096)
 
 
 @dataclass(frozen=True)
@@ -25,8 +31,15 @@ class LocalSource:
     checkpoint: Checkpoint
     contents: dict[str, str]  # shard → content_id
     stamps: dict[str, tuple[int, ...]]  # shard → what changes when its file does
+    warnings: tuple[str, ...]
+    oids: dict[str, str] | None  # shard → hash to be compared with; None: nothing is compared
     name: None = None
     commit: None = None
+
+    @property
+    def verified(self) -> bool:
+        """Whether contents are compared with the hashes that they should have."""
+        return self.oids is not None
 
     def path(self, name: str) -> Path:
         return (self.folder / name).resolve()
@@ -34,7 +47,7 @@ class LocalSource:
     def deliveries(
         self, order: list[set[str]], work: Path, meter: Meter
     ) -> AbstractContextManager[Deliveries]:
-        return nullcontext(_Here(self, order))
+        return _Here(self, order, meter)
 
     def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
         return {}
@@ -43,22 +56,37 @@ class LocalSource:
         return {}
 
 
-@dataclass(frozen=True)
 class _Here:
-    """Shards that lie in a folder; what somebody else does to them is noticed."""
+    """Shards that lie in a folder; what somebody else does to them is noticed. Where hashes are
+    known, a thread compares a job's shards while it is converted."""
 
-    source: LocalSource
-    order: list[set[str]]
+    def __init__(self, source: LocalSource, order: list[set[str]], meter: Meter) -> None:
+        self._source, self._order, self._meter = source, order, meter
+        self._checker = ThreadPoolExecutor(1, thread_name_prefix="check")
+        self._checks: dict[str, Future[None]] = {}
+        self._stop = threading.Event()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._checker.shutdown(cancel_futures=True)
 
     def take(self, job: int) -> None:
-        pass
+        if self._source.oids is not None:
+            for name in sorted(self._order[job] - self._checks.keys()):
+                oid = self._source.oids[name]
+                self._checks[name] = self._checker.submit(self._compare, name, oid)
 
     def path(self, shard: str) -> Path:
-        return self.source.path(shard)
+        return self._source.path(shard)
 
     def check(self, job: int) -> None:
-        for name in self.order[job]:
-            if _stamp(self.path(name)) != self.source.stamps[name]:
+        for name in sorted(self._order[job]):
+            if name in self._checks:
+                self._checks[name].result()
+            if _stamp(self.path(name)) != self._source.stamps[name]:
                 raise CheckpointError(
                     f"{name} was changed while it was being converted: wait until nobody writes to"
                     " it, then run the same command again."
@@ -67,11 +95,65 @@ class _Here:
     def release(self, job: int, forget: Callable[[str], object]) -> None:
         pass
 
+    def _compare(self, name: str, oid: str) -> None:
+        with self._meter.busy("check", self._source.checkpoint.shards[name].size):
+            refuse_other_content(self.path(name), name, oid, self._go_on)
 
-def open_local(folder: Path) -> LocalSource:
-    """Read headers and sampled blocks of the checkpoint in `folder`.
+    def _go_on(self) -> None:
+        if self._stop.is_set():
+            raise CancelledError
 
-    Raises CheckpointError, also where the folder does not exist.
+
+def refuse_other_content(
+    path: Path, name: str, oid: str, go_on: Callable[[], object] = lambda: None
+) -> None:
+    """Raise CheckpointError where a file has another hash than it was downloaded with."""
+    found = oid_of(path, oid, go_on)
+    if found != oid:
+        raise CheckpointError(
+            f"{name} has the hash {found}, expected {oid}: it is damaged; download it again."
+        )
+
+
+def hashes_at_hand(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """The hash that each file must have, for --verify.
+
+    Raises UnsupportedError where one has none that is known here.
+    """
+    oids = {name: known_oid(folder / name) for name in names}
+    unknown = [name for name, oid in oids.items() if oid is None]
+    if unknown:
+        more = f" (nor of {len(unknown) - 1} others)" if unknown[1:] else ""
+        raise UnsupportedError(
+            f"--verify: no hash of {folder / unknown[0]} is at hand{more}: hashes come with"
+            " huggingface_hub's cache or its downloads into a folder; give the repository's name as"
+            " the source, or leave --verify out."
+        )
+    return {name: oid for name, oid in oids.items() if oid is not None}
+
+
+def refuse_damaged(folder: Path, checkpoint: Checkpoint) -> None:
+    """Compare every file of the checkpoint in `folder` with the hash that it must have.
+
+    Raises CheckpointError where one differs, UnsupportedError where there is nothing to compare
+    with.
+    """
+    oids = hashes_at_hand(folder, [*_small_files(folder, checkpoint), *checkpoint.shards])
+    for name, oid in oids.items():
+        refuse_other_content(folder / name, name, oid)
+
+
+def _small_files(folder: Path, checkpoint: Checkpoint) -> list[str]:
+    names = (CONFIG_NAME, INDEX_NAME, *checkpoint.small_files)
+    return [name for name in dict.fromkeys(names) if (folder / name).is_file()]
+
+
+def open_local(folder: Path, verify: bool = False) -> LocalSource:
+    """Read headers and sampled blocks of the checkpoint in `folder`; `verify`: also compare small
+    files with the hashes at hand, and shards as they are converted.
+
+    Raises CheckpointError, also where the folder does not exist; UnsupportedError where there is
+    nothing to verify with.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -79,9 +161,41 @@ def open_local(folder: Path) -> LocalSource:
             " moonshotai/Kimi-K2.6: give one of them."
         )
     checkpoint = read_checkpoint(folder)
-    stamps = {name: _stamp(folder / name) for name in checkpoint.shards}
+    oids = None
+    if verify:
+        small = _small_files(folder, checkpoint)
+        oids = hashes_at_hand(folder, [*small, *checkpoint.shards])
+        for name in small:
+            refuse_other_content(folder / name, name, oids[name])
+    stamps = {name: _stamp(folder / name) for name in checkpoint.shards}  # before what is read
     contents = {name: content_id(folder / name, s) for name, s in checkpoint.shards.items()}
-    return LocalSource(folder, checkpoint, contents, stamps)
+    return LocalSource(
+        folder=folder,
+        checkpoint=checkpoint,
+        contents=contents,
+        stamps=stamps,
+        warnings=tuple(_blank_tails(folder, checkpoint)),
+        oids=oids,
+    )
+
+
+def _blank_tails(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
+    """A sentence on shards that end in zeros: of full size, and maybe never filled. Padded rows may
+    be zero too, so that it is no fault."""
+    blank = [n for n, shard in checkpoint.shards.items() if _tail(folder / n, shard) == _BLANK]
+    if blank:
+        others = f" and of {len(blank) - 1} other shards" if blank[1:] else ""
+        yield (
+            f"the last {len(_BLANK):,} bytes of {blank[0]}{others} are all zero: was it ever"
+            " whole? --verify compares hashes where they are at hand"
+        )
+
+
+def _tail(path: Path, shard: Shard) -> bytes:
+    """The last 4 KiB of a shard's data, less where it has less."""
+    with open(path, "rb") as file:
+        file.seek(max(shard.data_start, shard.size - len(_BLANK)))
+        return file.read(len(_BLANK))
 
 
 def _stamp(path: Path) -> tuple[int, ...]:

@@ -35,6 +35,11 @@ class Source(Protocol):
     contents: dict[str, str]  # shard → identity of its content
     name: str | None  # repository and commit, of a Hub source
     commit: str | None
+    warnings: tuple[str, ...]  # sentences on what may be wrong with it
+
+    @property
+    def verified(self) -> bool:
+        """Whether contents are compared with the hashes that they should have."""
 
     @property
     def folder(self) -> Path:

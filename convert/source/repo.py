@@ -4,7 +4,6 @@ Everything goes through huggingface_hub's own client, which reads HF_TOKEN, HF_E
 HF_HUB_OFFLINE itself. It checks sizes, not contents: that is done here (`oid_of`).
 """
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from huggingface_hub.utils import (
 )
 
 from kconvert.convert.source.endpoint import shown_endpoint
+from kconvert.convert.source.hashes import oid_of
 from kconvert.convert.source.retry import Patience, TransferError
 from kconvert.layouts.errors import CheckpointError, UnavailableError
 from kconvert.layouts.fields import CONFIG_NAME
@@ -38,9 +38,7 @@ from kconvert.layouts.header import Header, header_from, read_header
 
 _TIMEOUT = 30.0  # seconds without a byte; these calls have no limit of their own
 _FIRST_BYTES = 1 << 20  # K2.6's headers have 0.4 MB: one request each
-_PIECE = 8 << 20
 _XET = not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None
-_SHA256_DIGITS = 64
 
 # The client's warnings are about what is tried again; what fails in the end is said by us.
 logging.set_verbosity_error()
@@ -266,17 +264,3 @@ def _named_failures() -> Iterator[None]:
 
 def _size(path: Path) -> int:
     return path.stat().st_size if path.is_file() else 0
-
-
-def oid_of(path: Path, like: str, go_on: Callable[[], object] = lambda: None) -> str:
-    """The file's sha256, or git's sha1 of it where `like` is one. `go_on` is called in between."""
-    large = len(like) == _SHA256_DIGITS
-    state = hashlib.sha256() if large else hashlib.sha1(usedforsecurity=False)
-    if not large:
-        state.update(b"blob %d\0" % path.stat().st_size)
-    buffer = memoryview(bytearray(_PIECE))
-    with open(path, "rb", buffering=0) as file:
-        while count := file.readinto(buffer):
-            go_on()
-            state.update(buffer[:count])
-    return state.hexdigest()

@@ -5,6 +5,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from kit import EXPERT0, SHARD, Tensor, change_json, copy_mini, load, tree, write
 
@@ -279,7 +280,9 @@ def test_other_groups_and_scale_dtypes(layout, group, dtype, mini: Path, tmp_pat
             if name.endswith("weight_scale"):
                 rows, groups = tensor.shape[0], 256 // group if group else 1
                 width = 4 if dtype == "F32" else 2
-                tensors[name] = Tensor(dtype, (rows, groups), os.urandom(rows * groups * width))
+                bits = np.frombuffer(os.urandom(rows * groups * width), f"<u{width}")
+                finite = bits & ~bits.dtype.type(1 << (8 * width - 2))  # a bit of the exponent
+                tensors[name] = Tensor(dtype, (rows, groups), finite.tobytes())
         write(path, tensors)
 
     def change(config: dict) -> None:
