@@ -187,13 +187,20 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, str] | None:
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map.")
-    for name, shard in weight_map.items():
-        # A shard is a file of this folder. It may be a link (every Hub cache), never a path.
-        if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0"):
-            raise CheckpointError(
-                f"{folder / INDEX_NAME} places tensor {name} in {shard!r}: expected the name of a"
-                " file in the same folder."
-            )
+    # A shard is a file of this folder. It may be a link (every Hub cache), never a path.
+    wrong = {
+        shard
+        for shard in {s if isinstance(s, str) else None for s in weight_map.values()}
+        if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0")
+    }
+    if wrong:
+        name, shard = next(
+            (n, s) for n, s in weight_map.items() if (s if isinstance(s, str) else None) in wrong
+        )
+        raise CheckpointError(
+            f"{folder / INDEX_NAME} places tensor {name} in {shard!r}: expected the name of a"
+            " file in the same folder."
+        )
     return weight_map
 
 

@@ -4,6 +4,7 @@ against its config: what the compiler plans from and the validator compares with
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from itertools import chain, repeat
 from typing import NamedTuple
 
 from kconvert.layouts.agreement import disagreements
@@ -11,6 +12,8 @@ from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.families.deepseek_v3 import (
     BUFFER,
+    EXPERT_MEMBERS,
+    EXPERTS,
     PROJECTIONS,
     Location,
     Sizes,
@@ -92,25 +95,37 @@ def read_model(checkpoint: Checkpoint) -> Model:
     layers: set[int] = set()
     stated: dict[str, dict[str, SourceTensor | None]] = defaultdict(dict)
     skipped = []
-    for name in [*checkpoint.tensors, *checkpoint.absent]:
-        where = locate(name)
-        if where.group == BUFFER:
-            skipped.append(name)
-            continue
-        group = _group_of(where)
-        layers.add(where.layer)
-        if where.expert >= 0:
-            experts[group].add(where.expert)
-            prefixes.setdefault(group, name[: name.index(".experts.") + len(".experts.")])
+    # Nearly all names are experts': their parts are looked up, which is quicker than a pattern.
+    numbers = {str(expert): expert for expert in range(dims.experts)}
+    group_of_experts: dict[str, str] = {}
+    for name, tensor in chain(
+        checkpoint.tensors.items(), zip(checkpoint.absent, repeat(None), strict=False)
+    ):
+        base, _, rest = name.partition(EXPERTS)
+        number, _, member = rest.partition(".")
+        group = group_of_experts.get(base) if member in EXPERT_MEMBERS else None
+        if group is not None and number in numbers:
+            experts[group].add(numbers[number])
         else:
-            stated[group][name] = checkpoint.tensors.get(name)
-        if name in checkpoint.absent:
+            where = locate(name)
+            if where.group == BUFFER:
+                skipped.append(name)
+                continue
+            group = _group_of(where)
+            layers.add(where.layer)
+            if where.expert >= 0:
+                experts[group].add(where.expert)
+                group_of_experts[base] = group
+                prefixes.setdefault(group, f"{base}{EXPERTS}")
+            else:
+                stated[group][name] = tensor
+                if tensor is not None:
+                    whole[group].append((where.order, tensor))
+        if tensor is not None:
+            here[group] += 1
+        else:
             absent[group].add(checkpoint.absent[name])
             whole.setdefault(group, [])
-            continue
-        here[group] += 1
-        if where.expert < 0:
-            whole[group].append((where.order, checkpoint.tensors[name]))
     layers.discard(-1)  # outer and vision
     _check_layers(layers, dims)
     groups = {}

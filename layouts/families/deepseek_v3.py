@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from kconvert.layouts.config_keys import UnknownKey, unknown_keys
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.fields import CONFIG_NAME, flag, natural, positive, text_config
-from kconvert.layouts.formats.compressed_tensors import read_quantization
+from kconvert.layouts.formats.compressed_tensors import MATRIX_TENSORS, read_quantization
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import MOST, ModelDims
 
@@ -69,6 +69,11 @@ _EXPERT_NAME = re.compile(
 )
 _BUFFER_NAME = re.compile(
     rf"(?:language_model\.)?model\.layers\.{_NUMBER}\.self_attn\.rotary_emb\.inv_freq"
+)
+EXPERTS = ".mlp.experts."
+# What stands behind an expert's number in its tensors' names.
+EXPERT_MEMBERS = frozenset(
+    f"{projection}.{companion}" for projection in PROJECTIONS for companion in MATRIX_TENSORS
 )
 _UNSUPPORTED = {
     "weight_zero_point": "asymmetric weights (zero points) cannot be converted",
