@@ -8,29 +8,27 @@ chunk of a whole tensor; so at most
 beside the plan and the interpreter, whatever the number of layers (`memory_bound`). K2.6 at tp 8:
 36 MB a worker. Threads, not processes: reading, packing, digesting and writing all let go of the
 interpreter.
+
+Two jobs are under way at a time: the next begins while the last experts of one are packed, and its
+files are synced and published.
 """
 
-from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from collections import deque
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
-from functools import partial
-from typing import Any, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from queue import SimpleQueue
+from typing import NamedTuple
 
 from kconvert.convert.output.publish import Workspace
 from kconvert.convert.output.writer import BlobWriter
-from kconvert.convert.plan import Job, Plan, PlannedTensor
+from kconvert.convert.pack import Packer, Task
+from kconvert.convert.plan import Plan
 from kconvert.convert.progress import Meter
 from kconvert.convert.source import Source
-from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.errors import CheckpointError, KconvertError
-from kconvert.layouts.experts import Cut
-from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, check_weight_shape
-from kconvert.layouts.model import Expert
-from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
-from kconvert.layouts.scan import all_one_code, scan_scales
+from kconvert.layouts.errors import KconvertError
+from kconvert.layouts.reader import CHUNK_BYTES, Reader
+
+_UNDER_WAY = 2  # jobs
 
 
 def memory_bound(plan: Plan, workers: int) -> int:
@@ -64,40 +62,46 @@ def execute(
     order = [job.shards for job in plan.jobs]
     pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
     publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
-    syncing: Future[None] | None = None
+    under_way: deque[Future[None]] = deque()
     writers: list[BlobWriter] = []
     with (
         source.deliveries(order, workspace.work, meter) as shards,
         closing(Reader(shards.path)) as reader,
     ):
-        packer = _Packer(plan, reader, meter)
+        packer = Packer(plan, reader, meter)
 
-        def publish(job: int, done: list[BlobWriter]) -> None:
+        def work(task: Task) -> int:
+            with meter.busy("work"):
+                return task()
+
+        def land(index: int, tasks: list[Future[int]], done: list[BlobWriter]) -> None:
+            """Wait for a job's tasks, and publish its files."""
+            job = plan.jobs[index]
+            read = _total(tasks)
+            if read != job.source_bytes:
+                raise KconvertError(
+                    f"{job.group.name}: {read:,} bytes were read, {job.source_bytes:,} planned;"
+                    " this is a bug."
+                )
+            shards.check(index)
             with meter.busy("write"):
                 for writer in done:
                     writer.publish()
-            shards.release(job, reader.forget)
+            shards.release(index, reader.forget)
 
         try:
             for i, job in enumerate(plan.jobs):
+                # Where a shard is still to come, a fault must not wait for it.
+                most = _UNDER_WAY if shards.ready(i) else 1
+                while len(under_way) >= most:
+                    under_way.popleft().result()
                 shards.take(i)
-                before = reader.bytes_read
                 current = [BlobWriter(workspace, file) for file in job.files]
                 writers = [writer for writer in writers if not writer.closed] + current
-                with meter.busy("work"):
-                    _finish([pool.submit(task) for task in packer.tasks(job, current)])
-                if reader.bytes_read - before != job.source_bytes:
-                    raise KconvertError(
-                        f"{job.group.name}: {reader.bytes_read - before:,} bytes were read,"
-                        f" {job.source_bytes:,} planned; this is a bug."
-                    )
-                shards.check(i)
-                # Syncing a layer overlaps with converting the next, never with more than one.
-                if syncing is not None:
-                    syncing.result()
-                syncing = publisher.submit(publish, i, current)
-            if syncing is not None:
-                syncing.result()
+                tasks = [pool.submit(work, task) for task in packer.tasks(job, current)]
+                under_way.append(publisher.submit(land, i, tasks, current))
+            while under_way:
+                under_way.popleft().result()
         finally:
             # On a failure or an interrupt: no new work, what is whole is still published, and the
             # rest is cleaned up.
@@ -108,112 +112,10 @@ def execute(
     return Executed(reader.bytes_read, tuple(packer.oddities.sentences()))
 
 
-def _finish(futures: list[Future[None]]) -> None:
-    done, pending = wait(futures, return_when=FIRST_EXCEPTION)
-    for future in pending:
-        future.cancel()
-    for future in done:
-        future.result()
-
-
-class _Oddities:
-    """Scales that are zero and matrices of one code: sound files may have them, damaged ones do."""
-
-    def __init__(self) -> None:
-        self._zeros: list[tuple[str, int]] = []  # tensor → zero scales; appending is atomic
-        self._uniform: list[str] = []
-
-    def look(self, matrix: QuantizedMatrix, codes: NDArray[Any], scales: NDArray[Any]) -> None:
-        """Raises CheckpointError for a scale that is NaN or infinite."""
-        scanned = scan_scales(scales, matrix.scale.dtype)
-        if scanned.not_finite is not None:
-            row, group = scanned.not_finite
-            raise CheckpointError(
-                f"{matrix.scale.shard}, tensor {matrix.scale.name}: the scale of row {row}, group"
-                f" {group} is not finite: the shard is damaged; download it again."
-            )
-        if scanned.zeros:
-            self._zeros.append((matrix.scale.name, scanned.zeros))
-        if all_one_code(codes):
-            self._uniform.append(matrix.code.name)
-
-    def sentences(self) -> Iterator[str]:
-        """A line for each kind, with the first tensor by name."""
-        if self._zeros:
-            total = sum(count for _, count in self._zeros)
-            first = min(self._zeros)[0]
-            yield f"{total:,} scales of {len(self._zeros):,} tensors are zero, the first in {first}"
-        if self._uniform:
-            first = min(self._uniform)
-            yield f"{len(self._uniform):,} expert matrices are all one code, the first {first}"
-
-
-class _Packer:
-    """Turns the pieces of a job that can run at once into tasks, and does them."""
-
-    def __init__(self, plan: Plan, reader: Reader, meter: Meter) -> None:
-        self._layout = plan.target.layout
-        self._reader = reader
-        self._meter = meter
-        self._scratch = Scratch()
-        self.oddities = _Oddities()
-
-    def tasks(self, job: Job, writers: list[BlobWriter]) -> Iterator[Callable[[], None]]:
-        """One task a whole tensor, and one an expert for all the ranks that hold it."""
-        for writer in writers:
-            if writer.planned.rank_slice is None:
-                for tensor in writer.planned.tensors:
-                    yield partial(self._copy, writer, tensor)
-        for index in job.experts:
-            owners = [
-                (writer, part.experts.index(index))
-                for writer in writers
-                if (part := writer.planned.rank_slice) is not None and index in part.experts
-            ]
-            yield partial(self._convert, job.group.experts[index], owners)
-
-    def _copy(self, writer: BlobWriter, tensor: PlannedTensor) -> None:
-        assert isinstance(tensor.source, SourceTensor)
-        buffer = self._scratch.take("chunk", (CHUNK_BYTES,), np.uint8)
-        with self._meter.busy("write", tensor.blob.nbytes):
-            writer.write_whole(tensor.blob, self._reader.chunks(tensor.source, buffer))
-
-    def _convert(self, expert: Expert, owners: list[tuple[BlobWriter, int]]) -> None:
-        """Pack an expert for every writer; the numbers are its index among theirs."""
-        with self._meter.busy("convert", sum(t.nbytes for m in expert for t in m.tensors)):
-            loaded = {
-                (projection, role): array
-                for projection, matrix in expert._asdict().items()
-                for role, array in self._load(projection, matrix).items()
-            }
-        for writer, local in owners:
-            packed = []
-            with self._meter.busy("convert"):
-                for tensor in writer.planned.tensors:
-                    assert isinstance(tensor.source, Cut)
-                    role, name = tensor.source.tensor.role, tensor.source.tensor.name
-                    dtype = NUMPY_BITS[tensor.blob.dtype]
-                    out = self._scratch.take(name, tensor.blob.shape[1:], dtype)
-                    for projection, rows, columns, at in tensor.source.parts:
-                        source = loaded[projection, role]
-                        self._layout.pack_into(role, source, rows, columns, out, at)
-                    packed.append(memoryview(out).cast("B"))
-            with self._meter.busy("write", sum(map(len, packed))):
-                for tensor, data in zip(writer.planned.tensors, packed, strict=True):
-                    writer.write_expert(tensor.blob, local, data)
-
-    def _load(self, projection: str, matrix: QuantizedMatrix) -> dict[str, NDArray[Any]]:
-        """A matrix's codes int32 [N, K/8] and scale bits [N, G]; what is dropped is checked."""
-        loaded = {}
-        for role in ("code", "scale"):
-            tensor = getattr(matrix, role)
-            out = self._scratch.take(f"{projection} {role}", tensor.shape, NUMPY_BITS[tensor.dtype])
-            self._reader.read_into(tensor, out)
-            loaded[role] = out
-        self.oddities.look(matrix, loaded["code"], loaded["scale"])
-        rows, words = loaded["code"].shape
-        for tensor in matrix.dropped:
-            raw = self._scratch.take("dropped", (tensor.nbytes,), np.uint8)
-            self._reader.read_into(tensor, raw)
-            check_weight_shape(tensor, memoryview(raw), rows, 8 * words)
-        return loaded
+def _total(futures: list[Future[int]]) -> int:
+    """The sum of what the tasks give; raises the first fault, not waiting for the others, and
+    CancelledError where they were called off."""
+    finished: SimpleQueue[Future[int]] = SimpleQueue()
+    for future in futures:  # concurrent.futures.wait does not hear of futures that are called off
+        future.add_done_callback(finished.put)
+    return sum(finished.get().result() for _ in futures)

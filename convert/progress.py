@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-SHOWN = ("download", "check", "convert", "write")
+SHOWN = ("download", "check", "read", "convert", "write")
 STAGES = (*SHOWN, "work")  # work: not waiting for a shard
 
 
@@ -20,10 +20,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage has done. `busy`: seconds in which at least one thread was at it."""
+    """What one stage has done. `busy`: seconds in which at least one thread was at it;
+    `thread_seconds`: of all threads together."""
 
     nbytes: int = 0
     busy: float = 0.0
+    thread_seconds: float = 0.0
 
     @property
     def rate(self) -> float:
@@ -41,6 +43,7 @@ class Meter:
         self._busy = dict.fromkeys(STAGES, 0.0)
         self._active = dict.fromkeys(STAGES, 0)
         self._since = dict.fromkeys(STAGES, 0.0)
+        self._thread_seconds = dict.fromkeys(STAGES, 0.0)
 
     def add(self, stage: str, nbytes: int) -> None:
         """So many bytes passed a stage."""
@@ -50,18 +53,21 @@ class Meter:
     @contextmanager
     def busy(self, stage: str, nbytes: int = 0) -> Iterator[None]:
         """A thread is at a stage; `nbytes` have passed it at the end."""
+        begin = time.monotonic()
         with self._lock:
             if self._active[stage] == 0:
-                self._since[stage] = time.monotonic()
+                self._since[stage] = begin
             self._active[stage] += 1
         try:
             yield
         finally:
+            end = time.monotonic()
             with self._lock:
                 self._bytes[stage] += nbytes
                 self._active[stage] -= 1
+                self._thread_seconds[stage] += end - begin
                 if self._active[stage] == 0:
-                    self._busy[stage] += time.monotonic() - self._since[stage]
+                    self._busy[stage] += end - self._since[stage]
 
     @property
     def seconds(self) -> float:
@@ -76,6 +82,7 @@ class Meter:
                 name: Stage(
                     self._bytes[name],
                     self._busy[name] + (now - self._since[name] if self._active[name] else 0.0),
+                    self._thread_seconds[name],
                 )
                 for name in STAGES
             }

@@ -2,7 +2,7 @@
 
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ class Scratch(threading.local):
         return buffer[:size].view(dtype).reshape(shape)
 
 
+def _position(part: tuple[SourceTensor, NDArray[Any]]) -> tuple[str, int, int]:
+    tensor = part[0]
+    return tensor.shard, tensor.start, tensor.nbytes
+
+
 class Reader:
     """Reads tensors of the files that `path_of` finds. Safe for several threads."""
 
@@ -48,14 +53,28 @@ class Reader:
 
     def read_into(self, tensor: SourceTensor, out: NDArray[Any]) -> None:
         """Fill the contiguous array `out` with the tensor's bytes."""
-        self._fill(tensor, 0, memoryview(out).cast("B"))
+        self._fill(tensor, 0, [memoryview(out).cast("B")])
+
+    def read_together(self, parts: Iterable[tuple[SourceTensor, NDArray[Any]]]) -> int:
+        """Fill each contiguous array with its tensor's bytes; tensors that lie side by side in a
+        file are read in one call. → Bytes read."""
+        total = 0
+        run: list[memoryview] = []
+        first, end = None, 0
+        for tensor, out in sorted(parts, key=_position):
+            if first is None or tensor.shard != first.shard or tensor.start != end:
+                total += self._fill(first, 0, run) if first is not None else 0
+                first, run = tensor, []
+            run.append(memoryview(out).cast("B"))
+            end = tensor.start + tensor.nbytes
+        return total + (self._fill(first, 0, run) if first is not None else 0)
 
     def chunks(self, tensor: SourceTensor, buffer: NDArray[np.uint8]) -> Iterator[memoryview]:
         """The tensor's bytes in order, in pieces that lie in `buffer` until the next is asked."""
         view = memoryview(buffer)
         for at in range(0, tensor.nbytes, len(view)):
             piece = view[: min(len(view), tensor.nbytes - at)]
-            self._fill(tensor, at, piece)
+            self._fill(tensor, at, [piece])
             yield piece
 
     def forget(self, shard: str) -> None:
@@ -70,22 +89,29 @@ class Reader:
         for shard in list(self._fds):
             self.forget(shard)
 
-    def _fill(self, tensor: SourceTensor, at: int, view: memoryview) -> None:
-        fd, total = self._open(tensor.shard), len(view)
-        while view:
+    def _fill(self, tensor: SourceTensor, at: int, views: list[memoryview]) -> int:
+        """Read what lies from byte `at` of a tensor on, one view after the other. → Bytes."""
+        fd, total = self._open(tensor.shard), sum(map(len, views))
+        left = total
+        while left:
             try:
-                count = os.preadv(fd, [view], tensor.start + at)
+                count = os.preadv(fd, views, tensor.start + at)
             except OSError as error:  # on an open file it does not say which
                 raise OSError(error.errno, error.strerror, tensor.shard) from None
             if count == 0:
                 raise CheckpointError(
-                    f"{tensor.shard}, tensor {tensor.name}: the file ended {len(view):,} bytes"
+                    f"{tensor.shard}, tensor {tensor.name}: the file ended {left:,} bytes"
                     " early; it was cut while it was being read."
                 )
-            view, at = view[count:], at + count
+            at, left = at + count, left - count
+            while views and count >= len(views[0]):
+                count -= len(views.pop(0))
+            if count:
+                views[0] = views[0][count:]
         with self._lock:
             self.bytes_read += total
         self._progress(total)
+        return total
 
     def _open(self, shard: str) -> int:
         with self._lock:

@@ -227,20 +227,38 @@ def bench_repack_text(table: dict[str, Any]) -> str:
 
 
 def bench_convert_text(table: dict[str, Any]) -> str:
-    """`bench convert` as a table."""
-    return "\n".join(
-        [
-            _machine(table),
-            f"source               {size(table['source_bytes'])}",
-            f"convert              {table['convert_seconds']:.2f} s",
-            f"copy and sync        {table['copy_seconds']:.2f} s",
-            f"the same, O_DIRECT   {table['direct_copy_seconds']:.2f} s",
-            f"convert / copy       {table['ratio_to_copy']:.2f}"
-            f" ({table['ratio_to_direct_copy']:.2f} with O_DIRECT)",
-            f"core-seconds per GB  {table['core_seconds_per_gb']:.2f}",
-            f"peak private memory  {size(table['peak_private_bytes'])}",
-        ]
+    """`bench convert` as tables: the raw rates, then each case beside its copies."""
+    lines = [_machine(table), "raw, blocks of 8 MiB    in flight   write GB/s   read GB/s"]
+    for name, raw in table["raw"].items():
+        how = "" if raw["direct"] else ", through the page cache"
+        for row in raw["rows"]:
+            lines.append(
+                f"{name + how:<23} {row['in_flight']:>9} {row['write_gbps']:>12.2f}"
+                f" {row['read_gbps']:>11.2f}"
+            )
+    lines.append(
+        "case                 GB  plan s  convert s   GB/s   cp s  O_DIRECT s  / better"
+        "  core-s/GB  memory GiB"
     )
+    for row in table["rows"]:
+        copies = (
+            f" {row['copy_seconds']:>6.2f} {row['direct_copy_seconds']:>11.2f}"
+            f" {row['ratio_to_copy']:>9.2f}"
+            if "copy_seconds" in row
+            else f" {'–':>6} {'–':>11} {'–':>9}"
+        )
+        lines.append(
+            f"{row['case']:<18} {row['source_bytes'] / 1e9:>4.1f} {row['plan_seconds']:>7.2f}"
+            f" {row['convert_seconds']:>10.2f} {row['gbps']:>6.2f}{copies}"
+            f" {row['core_seconds_per_gb']:>10.2f} {row['peak_private_bytes'] / 2**30:>11.2f}"
+        )
+    lines.append("where the workers' time went")
+    for row in table["rows"]:
+        spent = row["workers_time"]
+        waiting = max(0.0, 1 - sum(spent.values()))
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in spent.items())
+        lines.append(f"{row['case']:<18} {row['workers']} workers: {parts}, nothing {waiting:.0%}")
+    return "\n".join(lines)
 
 
 def bench_moe_text(table: dict[str, Any]) -> str:

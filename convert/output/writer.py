@@ -43,12 +43,13 @@ class BlobWriter:
         """Write local expert `index` of a stacked tensor; `data` is its bytes, contiguous."""
         size = tensor.nbytes // tensor.experts
         self._write(tensor, index * size, data)
+        value = digest(data)
         with self._lock:
-            self._claim(self._expert_digests[tensor.name], index, digest(data))
+            self._claim(self._expert_digests[tensor.name], index, value)
             self._written += size
 
-    def write_whole(self, tensor: BlobTensor, chunks: Iterable[memoryview]) -> None:
-        """Write a tensor that is not stacked, its bytes in order."""
+    def write_whole(self, tensor: BlobTensor, chunks: Iterable[memoryview]) -> int:
+        """Write a tensor that is not stacked, its bytes in order. → How many there were."""
         state, at = new_digest(), 0
         for chunk in chunks:
             self._write(tensor, at, chunk)
@@ -57,6 +58,7 @@ class BlobWriter:
         with self._lock:
             self._claim(self._digests, tensor.name, state.hexdigest())
             self._written += at
+        return at
 
     def publish(self) -> None:
         """Write the header, sync, and give the file its final name.

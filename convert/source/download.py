@@ -83,6 +83,11 @@ class Arrivals:
         """Where a taken shard lies."""
         return self._arrived[shard].result()
 
+    def ready(self, job: int) -> bool:
+        """Whether all shards of a job are there and right."""
+        arrived = [self._arrived.get(shard) for shard in self._order[job]]
+        return all(shard is not None and shard.done() for shard in arrived)
+
     def take(self, job: int) -> None:
         """Wait until all shards of a job are there and right.
 

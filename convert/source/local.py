@@ -73,6 +73,9 @@ class _Here:
         self._stop.set()
         self._checker.shutdown(cancel_futures=True)
 
+    def ready(self, job: int) -> bool:
+        return True
+
     def take(self, job: int) -> None:
         if self._source.oids is not None:
             for name in sorted(self._order[job] - self._checks.keys()):

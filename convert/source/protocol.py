@@ -15,6 +15,9 @@ WINDOW = 2  # shards that are held at once: one is converted while the next one 
 class Deliveries(Protocol):
     """The shards of a run's jobs, job after job: `take`, convert, `check`, publish, `release`."""
 
+    def ready(self, job: int) -> bool:
+        """Whether `take` would not wait."""
+
     def take(self, job: int) -> None:
         """Wait until a job's shards are there."""
 

@@ -16,7 +16,7 @@ def test_convert_says_what_it_did(tmp_path: Path, kconvert) -> None:
     first = kconvert("convert", KIMI_MINI, out, "--tp", 2)
     assert first.code == 0 and first.err == ""
     assert f"{out}: 9 blobs written, 4,663,808 B; 0 were there already\n" in first.out
-    assert re.search(r"took \d s: convert \d.\d\d GB/s \(\d+% busy\), write ", first.out)
+    assert re.search(r"took \d s: read \d.\d\d GB/s \(\d+% busy\), convert ", first.out)
     again = kconvert("convert", KIMI_MINI, out, "--tp", 2)
     assert again.out.splitlines() == [
         f"{out}: 0 blobs written, 0 B; 9 were there already",
