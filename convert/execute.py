@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.convert.output.publish import Workspace
+from kconvert.convert.output.publish import OwnedWorkspace
 from kconvert.convert.output.writer import BlobWriter
 from kconvert.convert.plan import Job, Plan, PlannedTensor
 from kconvert.convert.progress import Meter
@@ -45,7 +45,9 @@ def memory_bound(plan: Plan, workers: int) -> int:
     return workers * (expert + piece + CHUNK_BYTES)
 
 
-def execute(plan: Plan, source: Source, workspace: Workspace, workers: int, meter: Meter) -> int:
+def execute(
+    plan: Plan, source: Source, workspace: OwnedWorkspace, workers: int, meter: Meter
+) -> int:
     """Write and publish every file of `plan`; returns the bytes read.
 
     Raises CheckpointError for a fault in the source's data, UnavailableError where a shard cannot
