@@ -19,7 +19,7 @@ from contextlib import closing
 from queue import SimpleQueue
 from typing import NamedTuple
 
-from kconvert.convert.output.publish import Workspace
+from kconvert.convert.output.publish import OwnedWorkspace
 from kconvert.convert.output.writer import BlobWriter
 from kconvert.convert.pack import Packer, Task
 from kconvert.convert.plan import Plan
@@ -52,7 +52,7 @@ class Executed(NamedTuple):
 
 
 def execute(
-    plan: Plan, source: Source, workspace: Workspace, workers: int, meter: Meter
+    plan: Plan, source: Source, workspace: OwnedWorkspace, workers: int, meter: Meter
 ) -> Executed:
     """Write and publish every file of `plan`.
 

@@ -47,14 +47,14 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
     Raises UnavailableError for lack of space or another run, CheckpointError for faults in the
     data, OutputError where something came into the output meanwhile.
     """
-    workspace, output, meter = prepared.workspace, prepared.output, meter or Meter()
-    with publish.working_in(workspace):
+    output, meter = prepared.output, meter or Meter()
+    with publish.working_in(prepared.workspace) as workspace:
         prepared = with_current_state(prepared)  # another run may have ended since
         publish.check_space(output, prepared.disk)
         rest, replaced, outline = prepared.rest, prepared.replaced, _outline(prepared)
         _leave_outline(workspace, outline)
         if replaced:
-            publish.withdraw(output / MANIFEST_NAME)
+            publish.remove(workspace, [MANIFEST_NAME])  # before what it tells of is changed
         done = execute(rest, prepared.source, workspace, prepared.workers, meter)
         # The last share to end writes what belongs to no share.
         last = workspace.share is None or not outline.missing_blobs(output)
@@ -62,7 +62,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
             for name, content in prepared.small_files.items():
                 publish.write_file(workspace, name, content)
         written = {file.path for file in rest.files} | prepared.small_files.keys()
-        publish.remove(output, (output / name for name in replaced if name not in written))
+        publish.remove(workspace, replaced.keys() - written)
         manifest = outline.manifest(output) if last else None
         if manifest:
             _write_manifest(workspace, manifest)
@@ -103,8 +103,8 @@ def finish(output: Path) -> Manifest:
     before = _manifest_there(output)
     if before is not None and before.complete:
         return before
-    outline, workspace = read_outline(output), publish.Workspace(output)
-    with publish.working_in(workspace):
+    outline = read_outline(output)
+    with publish.working_in(publish.Workspace(output)) as workspace:
         missing = [*outline.missing_blobs(output), *outline.missing_small_files(output)]
         if missing:
             raise OutputError(
@@ -117,7 +117,7 @@ def finish(output: Path) -> Manifest:
     return manifest
 
 
-def _leave_outline(workspace: publish.Workspace, outline: Outline) -> None:
+def _leave_outline(workspace: publish.OwnedWorkspace, outline: Outline) -> None:
     path = workspace.output / WORK_FOLDER / OUTLINE_NAME
     if workspace.share and path.exists() and path.read_bytes() != outline.encode():
         raise OutputError(
@@ -127,10 +127,10 @@ def _leave_outline(workspace: publish.Workspace, outline: Outline) -> None:
     publish.write_file(workspace, f"{WORK_FOLDER}/{OUTLINE_NAME}", outline.encode())
 
 
-def _write_manifest(workspace: publish.Workspace, manifest: Manifest) -> None:
+def _write_manifest(workspace: publish.OwnedWorkspace, manifest: Manifest) -> None:
     publish.write_file(workspace, MANIFEST_NAME, encode_manifest(manifest))
     if manifest.complete:
-        (workspace.output / WORK_FOLDER / OUTLINE_NAME).unlink(missing_ok=True)
+        publish.remove(workspace, [f"{WORK_FOLDER}/{OUTLINE_NAME}"])
 
 
 def _manifest_there(output: Path) -> Manifest | None:

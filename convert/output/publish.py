@@ -1,7 +1,7 @@
 """How a file gets its final name: written whole under a temporary one, synced, renamed.
 
 What has a final name is therefore whole. One run works in an output at a time, and clears what
-earlier ones left half-done.
+earlier ones left half-done. Nothing is renamed or deleted without a look at who owns the output.
 """
 
 import contextlib
@@ -13,17 +13,17 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from kconvert.convert.output.lock import owned
+from kconvert.convert.output.disk import naming, read_file, sync_folder
+from kconvert.convert.output.lock import LOG_NAME, Owner, owned
 from kconvert.convert.share import Share
 from kconvert.layouts.errors import UnavailableError
 from kconvert.layouts.manifest import WORK_FOLDER
 
-_LOG_NAME = "runs.jsonl"
+PROBE = ".kconvert-probe"  # what names of files begin with that are no part of an output
 _PARTIAL = ".partial"
-_PROBE = ".kconvert-probe"
 
 
 @dataclass(frozen=True)
@@ -48,28 +48,51 @@ class Workspace:
         return folder / WORK_FOLDER / self.name
 
 
+@dataclass(frozen=True)
+class OwnedWorkspace(Workspace):
+    """While a run owns it, and may change the output."""
+
+    owner: Owner = field(kw_only=True)
+
+    @property
+    def partial(self) -> str:
+        """What temporary names end with: this run's alone."""
+        return f".{self.owner.token}{_PARTIAL}"
+
+    @property
+    def probe(self) -> str:
+        """The name of a file that is gone at once."""
+        return f"{PROBE}{self.name}.{self.owner.token}"
+
+
 @contextlib.contextmanager
-def working_in(workspace: Workspace) -> Iterator[None]:
+def working_in(workspace: Workspace) -> Iterator[OwnedWorkspace]:
     """Make the output, own the workspace, and clear what earlier runs left half-done; the run is
-    logged."""
+    logged.
+
+    Raises UnavailableError where another run is at work, or takes the output over.
+    """
     new = not workspace.output.exists()
     workspace.work.mkdir(parents=True, exist_ok=True)
     if new:
         with contextlib.suppress(OSError):  # it need not be ours to read
-            _sync_folder(workspace.output.parent)
-    _sync_folder(
-        workspace.output
-    )  # a run that was killed may have made folders and not synced them
-    with owned(workspace.output / WORK_FOLDER, workspace.share):
-        _clear(workspace)
+            sync_folder(workspace.output.parent)
+    # A run that was killed may have made folders and not synced them.
+    sync_folder(workspace.output)
+    with owned(workspace.output / WORK_FOLDER, workspace.share) as owner:
+        _clear(workspace, f"*{_PARTIAL}", f"{PROBE}{workspace.name}*")
+        _clear_shares(workspace)
+        mine = OwnedWorkspace(workspace.output, workspace.share, owner=owner)
         started, outcome = time.time(), "done"
         try:
-            yield
+            yield mine
         except BaseException as error:
             outcome = type(error).__name__
+            if isinstance(error, OSError | KeyboardInterrupt):
+                owner.check()  # if it is lost, that is why
             raise
         finally:
-            _clear(workspace)
+            _clear(mine, f"*{mine.partial}", mine.probe)
             _log(workspace.output / WORK_FOLDER, started, outcome)
     if workspace.share:
         with contextlib.suppress(OSError):  # what was downloaded may lie there
@@ -85,26 +108,40 @@ def _log(work: Path, started: float, outcome: str) -> None:
         "outcome": outcome,
     }
     # The log must not turn a finished conversion into a failed one (a full disk, say).
-    with contextlib.suppress(OSError), open(work / _LOG_NAME, "a") as file:
+    with contextlib.suppress(OSError), open(work / LOG_NAME, "a") as file:
         file.write(json.dumps(entry) + "\n")
 
 
-def _clear(workspace: Workspace) -> None:
-    """Delete what was not finished here: of this share and of shares of another count, or of any
-    where this run is no share. None of those is at work: the owner files say so."""
-    folders = [path for path in workspace.output.glob("*") if path.name != WORK_FOLDER]
-    for folder in (workspace.output, *(path for path in folders if path.is_dir())):
+def _clear(workspace: Workspace, partials: str, probes: str) -> None:
+    """Delete what was not finished here and has names like these, and work folders it leaves
+    empty."""
+    for folder in _folders(workspace):
         work = workspace.work_in(folder)
-        for path in (*work.glob(f"*{_PARTIAL}"), *folder.glob(f"{_PROBE}{workspace.name}*")):
+        for path in (*work.glob(partials), *folder.glob(probes)):
             path.unlink(missing_ok=True)
-        siblings = f"-of-{workspace.share.count}" if workspace.share else ""
-        for path in (folder / WORK_FOLDER).glob("share-*-of-*"):
-            if not (siblings and path.name.endswith(siblings)):
-                shutil.rmtree(path)
         if folder != workspace.output:
             for emptied in (work, folder / WORK_FOLDER):
                 with contextlib.suppress(OSError):  # somebody else's files may lie there
                     emptied.rmdir()
+
+
+def _clear_shares(workspace: Workspace) -> None:
+    """Delete what shares of another count have left, or any where this run is no share. None of
+    those is at work: the owner files say so."""
+    siblings = f"-of-{workspace.share.count}" if workspace.share else ""
+    for folder in _folders(workspace):
+        for path in (folder / WORK_FOLDER).glob("share-*-of-*"):
+            if not (siblings and path.name.endswith(siblings)):
+                shutil.rmtree(path)
+        if folder != workspace.output:
+            with contextlib.suppress(OSError):
+                (folder / WORK_FOLDER).rmdir()
+
+
+def _folders(workspace: Workspace) -> list[Path]:
+    """Those in which temporary files may lie: the output, and mounts in it."""
+    inner = (path for path in workspace.output.glob("*") if path.name != WORK_FOLDER)
+    return [workspace.output, *(path for path in inner if path.is_dir())]
 
 
 def check_space(output: Path, sizes: dict[str, int]) -> None:
@@ -132,22 +169,22 @@ def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
     return {folder_of[device]: size for device, size in needed.items()}
 
 
-def staging_path(workspace: Workspace, name: str) -> Path:
+def staging_path(workspace: OwnedWorkspace, name: str) -> Path:
     """The temporary name for the file `name`: in OUT/.kconvert, or in a `.kconvert` of its own
     folder where a rename from there would cross file systems or mounts (a disk a rank)."""
+    workspace.owner.check()
     folder, work = (workspace.output / name).parent, workspace.work
     if not folder.is_dir():
         folder.mkdir(parents=True, exist_ok=True)
-        _sync_folder(workspace.output)
-    if not _can_rename(work, folder / f"{_PROBE}{workspace.name}"):
+        sync_folder(workspace.output)
+    if not _can_rename(work / f"probe{workspace.partial}", folder / workspace.probe):
         work = workspace.work_in(folder)
         work.mkdir(parents=True, exist_ok=True)
-    return work / (name.replace("/", "--") + _PARTIAL)
+    return work / (name.replace("/", "--") + workspace.partial)
 
 
-def _can_rename(work: Path, there: Path) -> bool:
-    """Whether a file can be renamed from `work` to `there`: tried, as devices do not tell."""
-    probe = work / f"probe{_PARTIAL}"
+def _can_rename(probe: Path, there: Path) -> bool:
+    """Whether a file can be renamed from `probe` to `there`: tried, as devices do not tell."""
     probe.touch()
     try:
         os.rename(probe, there)
@@ -159,43 +196,34 @@ def _can_rename(work: Path, there: Path) -> bool:
     return True
 
 
-def publish(staged: Path, final: Path) -> None:
+def publish(workspace: OwnedWorkspace, staged: Path, final: Path) -> None:
     """Give a written and synced file its final name, durably."""
+    workspace.owner.check()
     os.rename(staged, final)
-    _sync_folder(final.parent)
+    sync_folder(final.parent)
 
 
-def withdraw(path: Path) -> None:
-    """Delete a file, durably: before what it tells of is changed."""
-    path.unlink(missing_ok=True)
-    _sync_folder(path.parent)
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
-
-
-def write_file(workspace: Workspace, name: str, content: bytes) -> None:
+def write_file(workspace: OwnedWorkspace, name: str, content: bytes) -> None:
     """Publish a small file; one that is there with the same bytes is left as it is."""
     final = workspace.output / name
-    if final.is_file() and final.read_bytes() == content:
+    if final.is_file() and read_file(final) == content:
         return
     staged = staging_path(workspace, name)
-    with open(staged, "wb") as file:
+    with naming(final), open(staged, "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())
-    publish(staged, final)
+    publish(workspace, staged, final)
 
 
-def remove(output: Path, paths: Iterable[Path]) -> None:
-    """Delete files of `output`, and the folders that are empty then."""
+def remove(workspace: OwnedWorkspace, names: Iterable[str]) -> None:
+    """Delete files of the output, durably, and the folders that are empty then."""
+    paths = [workspace.output / name for name in names]
     for path in paths:
-        path.unlink()
-        if path.parent != output and not path.parent.is_symlink():
+        workspace.owner.check()
+        path.unlink(missing_ok=True)
+    for folder in {path.parent for path in paths}:
+        sync_folder(folder)
+        if folder != workspace.output and not folder.is_symlink():
             with contextlib.suppress(OSError):  # not empty, or a mount
-                path.parent.rmdir()
+                folder.rmdir()

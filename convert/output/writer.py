@@ -1,15 +1,14 @@
 """One blob being written: every tensor once, digested as it passes, published only when whole."""
 
-import contextlib
-import errno
 import os
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kconvert.convert.output.publish import Workspace, publish, staging_path
+from kconvert.convert.output.disk import UNSUPPORTED, naming
+from kconvert.convert.output.publish import OwnedWorkspace, publish, staging_path
 from kconvert.convert.plan import PlannedFile
 from kconvert.layouts.blob import (
     NO_DIGEST,
@@ -27,16 +26,17 @@ from kconvert.layouts.errors import KconvertError
 class BlobWriter:
     """Writes `planned`. Threads may write different tensors and experts at once."""
 
-    def __init__(self, workspace: Workspace, planned: PlannedFile) -> None:
+    def __init__(self, workspace: OwnedWorkspace, planned: PlannedFile) -> None:
         self.planned = planned
+        self._workspace = workspace
         self._final = workspace.output / planned.path
         self._staged = staging_path(workspace, planned.path)
         self._digests, self._expert_digests = blank_digests(planned.blob_tensors)
         self._written = 0
         self._lock = threading.Lock()
-        self._fd = os.open(self._staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o644)
+        self._fd = os.open(self._staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
         self._direct = _open_direct(self._staged)
-        with _naming(self._final):
+        with naming(self._final):
             os.ftruncate(self._fd, planned.nbytes)
 
     def write_expert(self, tensor: BlobTensor, index: int, data: memoryview) -> None:
@@ -78,10 +78,10 @@ class BlobWriter:
         info = replace(
             self.planned.info, digests=self._digests, expert_digests=self._expert_digests
         )
-        with _naming(self._final):
+        with naming(self._final):
             _pwrite(self._fd, memoryview(encode_header(self.planned.blob_tensors, info)), 0)
             os.fsync(self._fd)
-        publish(self._staged, self._final)
+        publish(self._workspace, self._staged, self._final)
         self.close()
 
     @property
@@ -99,7 +99,7 @@ class BlobWriter:
             self._staged.unlink(missing_ok=True)
 
     def _write(self, tensor: BlobTensor, at: int, data: memoryview) -> None:
-        with _naming(self._final):
+        with naming(self._final):
             self._put(data, self.planned.header_bytes + tensor.offset + at)
 
     def _put(self, data: memoryview, start: int) -> None:
@@ -108,7 +108,7 @@ class BlobWriter:
                 _pwrite(self._direct, data, start)
                 return
             except OSError as error:
-                if error.errno != errno.EINVAL:  # a file system that wants another alignment
+                if error.errno not in UNSUPPORTED:  # it may want another alignment
                     raise
         _pwrite(self._fd, data, start)
 
@@ -127,7 +127,7 @@ def _open_direct(path: Path) -> int | None:
     try:
         return os.open(path, os.O_WRONLY | os.O_DIRECT)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in UNSUPPORTED:
             raise
         return None
 
@@ -136,12 +136,3 @@ def _pwrite(fd: int, data: memoryview, at: int) -> None:
     while data:
         written = os.pwrite(fd, data, at)
         data, at = data[written:], at + written
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Errors on an open file do not say which: add its name."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None

@@ -55,6 +55,7 @@ class Arrivals:
         self._now = -1  # the job that runs
         self._held: set[str] = set()
         self._ours: dict[str, Path] = {}  # held and downloaded for this run: to be deleted
+        self._stamps: dict[str, tuple[int, ...] | None] = {}  # from before they were checked
         self._arrived: dict[str, Future[Path]] = {}  # held; set when the content is right
         self._change = threading.Condition()
         self._stop = threading.Event()
@@ -102,7 +103,14 @@ class Arrivals:
             self._arrived[shard].result()
 
     def check(self, job: int) -> None:
-        """Nobody else writes to what was downloaded, nor to the cache's blobs."""
+        """Raise UnavailableError where somebody else wrote to a job's shards since they were
+        found right: a run that does not know yet that it lost the output, say."""
+        for shard in self._order[job]:
+            if _stamp(self.path(shard)) != self._stamps[shard]:
+                raise UnavailableError(
+                    f"{self.path(shard)} was changed by another program while it was being"
+                    " converted: run the same command again."
+                )
 
     def release(self, job: int, forget: Callable[[str], object]) -> None:
         """A job's blobs are published: give up the shards that no later one needs."""
@@ -154,6 +162,7 @@ class Arrivals:
 
         def attempt(number: int) -> Path:
             path = first if number == 0 else self._download(shard, again=True)
+            self._stamps[shard] = _stamp(path)
             try:
                 with self._meter.busy("check", self._shards[shard].size):
                     self._repo.check(shard, path, self._go_on)
@@ -190,6 +199,15 @@ class Arrivals:
         for path in [path for path in self._folder.rglob("*") if not path.is_dir()]:
             if path not in usable:
                 path.unlink()
+
+
+def _stamp(path: Path) -> tuple[int, ...] | None:
+    """What changes when a file does; None where it is gone."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _counting(meter: Meter, stop: threading.Event) -> type[Any]:

@@ -216,7 +216,7 @@ class _Conversion:
             return PLANNING
         if self._known.digests.keys() - there == {MANIFEST}:
             return "all but the manifest"
-        if any(name.endswith(".safetensors.partial") for name in ours):
+        if any(".safetensors." in name and name.endswith(".partial") for name in ours):
             return "converting, a partial blob"
         if any(name.endswith(".safetensors") for name in incoming):
             return "checking, a whole shard"

@@ -6,6 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
+from survive.double import SITUATIONS as SITUATIONS_OF_TWO
 from survive.double import double
 from survive.faults import faults
 from survive.kills import kills
@@ -36,8 +37,10 @@ def test_faults(tmp_path: Path) -> None:
 
 
 def test_two_at_once(tmp_path: Path) -> None:
-    seen = double(2, 0, tmp_path)
-    assert seen["failures"] == [] and sum(seen["ends"].values()) == 2
+    seen = double(len(SITUATIONS_OF_TWO), 0, tmp_path)
+    assert seen["failures"] == []
+    assert sorted(end.partition(":")[0] for end in seen["ends"]) == sorted(SITUATIONS_OF_TWO)
+    assert seen["ends"]["suspended: one was refused"] == 1
 
 
 # -- a harness that cannot fail proves nothing ---------------------------------------------------
@@ -84,6 +87,6 @@ def test_blobs_that_are_not_synced_are_seen(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_not_synced_are_seen(tmp_path: Path) -> None:
-    with patch.object(publish, "_sync_folder", lambda folder: None):
+    with patch.object(publish, "sync_folder", lambda folder: None):
         seen = power(8, 0, tmp_path)
     assert any("was published and is lost" in failure for failure in seen["failures"])

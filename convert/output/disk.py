@@ -1,0 +1,38 @@
+"""Calls to the file system whose errors name a path, and what some file systems cannot do."""
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+# What a file system answers that lacks something: FUSE, CIFS and other network ones.
+UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Errors on an open file do not say which: add its name."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None
+
+
+def sync_folder(folder: Path) -> None:
+    """Make the names in a folder durable, where its file system can."""
+    fd = os.open(folder, os.O_RDONLY)
+    try:
+        with naming(folder):
+            os.fsync(fd)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(fd)
+
+
+def read_file(path: Path) -> bytes:
+    """All of a small file."""
+    with naming(path):
+        return path.read_bytes()
