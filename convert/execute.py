@@ -6,8 +6,7 @@ chunk of a whole tensor; so at most
     workers × (expert bytes + rank piece bytes + CHUNK_BYTES)
 
 beside the plan and the interpreter, whatever the number of layers (`memory_bound`). K2.6 at tp 8:
-36 MB a worker. Threads, not processes: reading, packing, digesting and writing all let go of the
-interpreter.
+36 MB a worker.
 
 Two jobs are under way at a time: the next begins while the last experts of one are packed, and its
 files are synced and published.
@@ -15,18 +14,19 @@ files are synced and published.
 
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from queue import SimpleQueue
 from typing import NamedTuple
 
+from kconvert.convert.crew import JobFiles, crew
+from kconvert.convert.oddities import sentences
 from kconvert.convert.output.publish import OwnedWorkspace
 from kconvert.convert.output.writer import BlobWriter
-from kconvert.convert.pack import Packer, Task
-from kconvert.convert.plan import Plan
+from kconvert.convert.pack import Done, task_count
+from kconvert.convert.plan import Job, Plan
 from kconvert.convert.progress import Meter
 from kconvert.convert.source import Source
 from kconvert.layouts.errors import KconvertError
-from kconvert.layouts.reader import CHUNK_BYTES, Reader
+from kconvert.layouts.reader import CHUNK_BYTES
 
 _UNDER_WAY = 2  # jobs
 
@@ -60,48 +60,51 @@ def execute(
     be got, OSError as the system gives it; unpublished files are gone then, published ones stay.
     """
     order = [job.shards for job in plan.jobs]
-    pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
-    publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
-    under_way: deque[Future[None]] = deque()
+    under_way: deque[Future[list[Done]]] = deque()
     writers: list[BlobWriter] = []
+    landed: list[Done] = []
     with (
+        crew(plan, workers, meter) as hands,
         source.deliveries(order, workspace.work, meter) as shards,
-        closing(Reader(shards.path)) as reader,
     ):
-        packer = Packer(plan, reader, meter)
+        pool = ThreadPoolExecutor(workers, thread_name_prefix="convert")
+        publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
 
-        def work(task: Task) -> int:
+        def work(index: int, number: int, files: JobFiles) -> Done:
             with meter.busy("work"):
-                return task()
+                return hands.do(index, number, files, (index - 1, index, index + 1))
 
-        def land(index: int, tasks: list[Future[int]], done: list[BlobWriter]) -> None:
+        def land(index: int, tasks: list[Future[Done]], blobs: list[BlobWriter]) -> list[Done]:
             """Wait for a job's tasks, and publish its files."""
-            job = plan.jobs[index]
-            read = _total(tasks)
-            if read != job.source_bytes:
-                raise KconvertError(
-                    f"{job.group.name}: {read:,} bytes were read, {job.source_bytes:,} planned;"
-                    " this is a bug."
-                )
+            done = _results(tasks)
+            _check_bytes(plan.jobs[index], done)
+            by_path = {blob.planned.path: blob for blob in blobs}
+            for path, piece in (piece for result in done for piece in result.pieces):
+                by_path[path].take(piece)
             shards.check(index)
             with meter.busy("write"):
-                for writer in done:
-                    writer.publish()
-            shards.release(index, reader.forget)
+                for blob in blobs:
+                    blob.publish()
+            shards.release(index, hands.forget)
+            return done
 
         try:
             for i, job in enumerate(plan.jobs):
                 # Where a shard is still to come, a fault must not wait for it.
                 most = _UNDER_WAY if shards.ready(i) else 1
                 while len(under_way) >= most:
-                    under_way.popleft().result()
+                    landed += under_way.popleft().result()
                 shards.take(i)
-                current = [BlobWriter(workspace, file) for file in job.files]
-                writers = [writer for writer in writers if not writer.closed] + current
-                tasks = [pool.submit(work, task) for task in packer.tasks(job, current)]
-                under_way.append(publisher.submit(land, i, tasks, current))
+                blobs = [BlobWriter(workspace, file) for file in job.files]
+                writers = [writer for writer in writers if not writer.closed] + blobs
+                files = JobFiles(
+                    {blob.planned.path: blob.staged for blob in blobs},
+                    {shard: shards.path(shard) for shard in job.shards},
+                )
+                tasks = [pool.submit(work, i, n, files) for n in range(task_count(job))]
+                under_way.append(publisher.submit(land, i, tasks, blobs))
             while under_way:
-                under_way.popleft().result()
+                landed += under_way.popleft().result()
         finally:
             # On a failure or an interrupt: no new work, what is whole is still published, and the
             # rest is cleaned up.
@@ -109,13 +112,25 @@ def execute(
             publisher.shutdown(wait=True)
             for writer in writers:
                 writer.close()
-    return Executed(reader.bytes_read, tuple(packer.oddities.sentences()))
+    return Executed(
+        bytes_read=sum(done.bytes_read for done in landed),
+        warnings=tuple(sentences(oddity for done in landed for oddity in done.oddities)),
+    )
 
 
-def _total(futures: list[Future[int]]) -> int:
-    """The sum of what the tasks give; raises the first fault, not waiting for the others, and
-    CancelledError where they were called off."""
-    finished: SimpleQueue[Future[int]] = SimpleQueue()
+def _check_bytes(job: Job, done: list[Done]) -> None:
+    read = sum(result.bytes_read for result in done)
+    if read != job.source_bytes:
+        raise KconvertError(
+            f"{job.group.name}: {read:,} bytes were read, {job.source_bytes:,} planned; this is a"
+            " bug."
+        )
+
+
+def _results(futures: list[Future[Done]]) -> list[Done]:
+    """What the tasks did; raises the first fault, not waiting for the others, and CancelledError
+    where they were called off."""
+    finished: SimpleQueue[Future[Done]] = SimpleQueue()
     for future in futures:  # concurrent.futures.wait does not hear of futures that are called off
         future.add_done_callback(finished.put)
-    return sum(finished.get().result() for _ in futures)
+    return [finished.get().result() for _ in futures]

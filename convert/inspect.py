@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from kconvert.layouts.checkpoint import read_checkpoint
-from kconvert.layouts.config_keys import mention_of, warnings_of
+from kconvert.layouts.families.config_keys import mention_of, warnings_of
 from kconvert.layouts.families.deepseek_v3 import unknown_config_keys
 from kconvert.layouts.fields import text_config
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, read_manifest

@@ -18,8 +18,8 @@ from kconvert.convert.share import Share
 from kconvert.convert.source import COMMIT, REPO_ID, Source, open_hub, open_local
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint
-from kconvert.layouts.config_keys import UnknownKey, mention_of, warnings_of
 from kconvert.layouts.errors import OutputError, UnsupportedError
+from kconvert.layouts.families.config_keys import UnknownKey, mention_of, warnings_of
 from kconvert.layouts.families.deepseek_v3 import unknown_config_keys
 from kconvert.layouts.header import refuse_lfs_pointer
 from kconvert.layouts.model import Model, read_model

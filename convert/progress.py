@@ -2,9 +2,10 @@
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 SHOWN = ("download", "check", "read", "convert", "write")
 STAGES = (*SHOWN, "work")  # work: not waiting for a shard
@@ -33,6 +34,36 @@ class Stage:
         return self.nbytes / self.busy if self.busy > 0 else 0.0
 
 
+class Interval(NamedTuple):
+    """A stretch of time that some thread of some process spent on a stage."""
+
+    stage: str
+    begin: float  # of the monotonic clock, which all processes share
+    end: float
+    nbytes: int
+
+
+class Recorder:
+    """What a worker process does, to be told to the run's meter. For one thread."""
+
+    def __init__(self) -> None:
+        self._intervals: list[Interval] = []
+
+    @contextmanager
+    def busy(self, stage: str, nbytes: int = 0) -> Iterator[None]:
+        """See `Meter.busy`."""
+        begin = time.monotonic()
+        try:
+            yield
+        finally:
+            self._intervals.append(Interval(stage, begin, time.monotonic(), nbytes))
+
+    def take(self) -> list[Interval]:
+        """What was recorded since the last call."""
+        intervals, self._intervals = self._intervals, []
+        return intervals
+
+
 class Meter:
     """Counts what the stages of a run do. Safe for several threads."""
 
@@ -44,6 +75,7 @@ class Meter:
         self._active = dict.fromkeys(STAGES, 0)
         self._since = dict.fromkeys(STAGES, 0.0)
         self._thread_seconds = dict.fromkeys(STAGES, 0.0)
+        self._counted_to = dict.fromkeys(STAGES, 0.0)  # a moment is busy once
 
     def add(self, stage: str, nbytes: int) -> None:
         """So many bytes passed a stage."""
@@ -67,7 +99,19 @@ class Meter:
                 self._active[stage] -= 1
                 self._thread_seconds[stage] += end - begin
                 if self._active[stage] == 0:
-                    self._busy[stage] += end - self._since[stage]
+                    self._count(stage, self._since[stage], end)
+
+    def record(self, intervals: Iterable[Interval]) -> None:
+        """What a worker process has done."""
+        with self._lock:
+            for stage, begin, end, nbytes in intervals:
+                self._bytes[stage] += nbytes
+                self._thread_seconds[stage] += end - begin
+                self._count(stage, begin, end)
+
+    def _count(self, stage: str, begin: float, end: float) -> None:
+        self._busy[stage] += max(0.0, end - max(begin, self._counted_to[stage]))
+        self._counted_to[stage] = max(end, self._counted_to[stage])
 
     @property
     def seconds(self) -> float:
@@ -81,7 +125,12 @@ class Meter:
             return {
                 name: Stage(
                     self._bytes[name],
-                    self._busy[name] + (now - self._since[name] if self._active[name] else 0.0),
+                    self._busy[name]
+                    + (
+                        max(0.0, now - max(self._since[name], self._counted_to[name]))
+                        if self._active[name]
+                        else 0.0
+                    ),
                     self._thread_seconds[name],
                 )
                 for name in STAGES

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from kconvert.layouts.agreement import disagreements
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
 from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.families.agreement import disagreements
 from kconvert.layouts.families.deepseek_v3 import (
     BUFFER,
     EXPERT_MEMBERS,

@@ -5,7 +5,6 @@ from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
-from kconvert.layouts.agreement import disagreements
 from kconvert.layouts.blob import (
     COMMON_FOLDER,
     PAGE,
@@ -20,6 +19,7 @@ from kconvert.layouts.blob import (
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, OutputError
 from kconvert.layouts.experts import STACKED, stacked_by_name
+from kconvert.layouts.families.agreement import disagreements
 from kconvert.layouts.families.deepseek_v3 import Sizes
 from kconvert.layouts.formats.compressed_tensors import SCALE_DTYPES
 from kconvert.layouts.header import Header

@@ -1,11 +1,10 @@
 """One blob being written: every tensor once, digested as it passes, published only when whole."""
 
 import os
-import threading
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kconvert.convert.output.disk import UNSUPPORTED, naming
 from kconvert.convert.output.publish import OwnedWorkspace, publish, staging_path
@@ -23,42 +22,80 @@ from kconvert.layouts.blob import (
 from kconvert.layouts.errors import KconvertError
 
 
-class BlobWriter:
-    """Writes `planned`. Threads may write different tensors and experts at once."""
+class Piece(NamedTuple):
+    """What was written of a blob: one expert of a stacked tensor, or a whole tensor."""
 
-    def __init__(self, workspace: OwnedWorkspace, planned: PlannedFile) -> None:
-        self.planned = planned
-        self._workspace = workspace
-        self._final = workspace.output / planned.path
-        self._staged = staging_path(workspace, planned.path)
-        self._digests, self._expert_digests = blank_digests(planned.blob_tensors)
-        self._written = 0
-        self._lock = threading.Lock()
-        self._fd = os.open(self._staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        self._direct = _open_direct(self._staged)
-        with naming(self._final):
-            os.ftruncate(self._fd, planned.nbytes)
+    tensor: str
+    expert: int | None  # the local one
+    digest: str
+    nbytes: int
 
-    def write_expert(self, tensor: BlobTensor, index: int, data: memoryview) -> None:
+
+class StagedFile:
+    """A file that is being written, opened by its temporary name. Threads may write at once."""
+
+    def __init__(self, path: Path, planned: PlannedFile) -> None:
+        self.planned, self._path = planned, path
+        with naming(path):
+            self._fd = os.open(path, os.O_WRONLY)
+            self._direct = _open_direct(path)
+
+    def write_expert(self, tensor: BlobTensor, index: int, data: memoryview) -> Piece:
         """Write local expert `index` of a stacked tensor; `data` is its bytes, contiguous."""
-        size = tensor.nbytes // tensor.experts
-        self._write(tensor, index * size, data)
-        value = digest(data)
-        with self._lock:
-            self._claim(self._expert_digests[tensor.name], index, value)
-            self._written += size
+        self._write(tensor, index * (tensor.nbytes // tensor.experts), data)
+        return Piece(tensor.name, index, digest(data), len(data))
 
-    def write_whole(self, tensor: BlobTensor, chunks: Iterable[memoryview]) -> int:
-        """Write a tensor that is not stacked, its bytes in order. → How many there were."""
+    def write_whole(self, tensor: BlobTensor, chunks: Iterable[memoryview]) -> Piece:
+        """Write a tensor that is not stacked, its bytes in order."""
         state, at = new_digest(), 0
         for chunk in chunks:
             self._write(tensor, at, chunk)
             state.update(chunk)
             at += len(chunk)
-        with self._lock:
-            self._claim(self._digests, tensor.name, state.hexdigest())
-            self._written += at
-        return at
+        return Piece(tensor.name, None, state.hexdigest(), at)
+
+    def close(self) -> None:
+        """Close it; what was written stays."""
+        os.close(self._fd)
+        if self._direct is not None:
+            os.close(self._direct)
+
+    def _write(self, tensor: BlobTensor, at: int, data: memoryview) -> None:
+        start = self.planned.header_bytes + tensor.offset + at
+        with naming(self._path):
+            if self._direct is not None and start % PAGE == 0 and len(data) % PAGE == 0:
+                try:
+                    _pwrite(self._direct, data, start)
+                    return
+                except OSError as error:
+                    if error.errno not in UNSUPPORTED:  # it may want another alignment
+                        raise
+            _pwrite(self._fd, data, start)
+
+
+class BlobWriter:
+    """A blob to be: makes its file, takes what was written of it, and publishes it when whole."""
+
+    def __init__(self, workspace: OwnedWorkspace, planned: PlannedFile) -> None:
+        self.planned = planned
+        self._workspace = workspace
+        self._final = workspace.output / planned.path
+        self.staged = staging_path(workspace, planned.path)
+        self._digests, self._expert_digests = blank_digests(planned.blob_tensors)
+        self._written = 0
+        self._fd = os.open(self.staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
+        with naming(self._final):
+            os.ftruncate(self._fd, planned.nbytes)
+
+    def take(self, piece: Piece) -> None:
+        """A piece was written; KconvertError where it was before. For one thread."""
+        whole = piece.expert is None
+        table: Any = self._digests if whole else self._expert_digests[piece.tensor]
+        key = piece.tensor if whole else piece.expert
+        if table[key] != NO_DIGEST:
+            raise KconvertError(f"{self.planned.path}: {key} was written twice; this is a bug.")
+        table[key] = piece.digest
+        self._written += piece.nbytes
 
     def publish(self) -> None:
         """Write the header, sync, and give the file its final name.
@@ -81,7 +118,7 @@ class BlobWriter:
         with naming(self._final):
             _pwrite(self._fd, memoryview(encode_header(self.planned.blob_tensors, info)), 0)
             os.fsync(self._fd)
-        publish(self._workspace, self._staged, self._final)
+        publish(self._workspace, self.staged, self._final)
         self.close()
 
     @property
@@ -94,28 +131,7 @@ class BlobWriter:
         if not self.closed:
             os.close(self._fd)
             self._fd = -1
-            if self._direct is not None:
-                os.close(self._direct)
-            self._staged.unlink(missing_ok=True)
-
-    def _write(self, tensor: BlobTensor, at: int, data: memoryview) -> None:
-        with naming(self._final):
-            self._put(data, self.planned.header_bytes + tensor.offset + at)
-
-    def _put(self, data: memoryview, start: int) -> None:
-        if self._direct is not None and start % PAGE == 0 and len(data) % PAGE == 0:
-            try:
-                _pwrite(self._direct, data, start)
-                return
-            except OSError as error:
-                if error.errno not in UNSUPPORTED:  # it may want another alignment
-                    raise
-        _pwrite(self._fd, data, start)
-
-    def _claim(self, table: Any, key: Any, value: str) -> None:
-        if table[key] != NO_DIGEST:
-            raise KconvertError(f"{self.planned.path}: {key} was written twice; this is a bug.")
-        table[key] = value
+            self.staged.unlink(missing_ok=True)
 
 
 def _open_direct(path: Path) -> int | None:

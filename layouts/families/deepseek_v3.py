@@ -7,8 +7,8 @@ import re
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kconvert.layouts.config_keys import UnknownKey, unknown_keys
 from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.families.config_keys import UnknownKey, unknown_keys
 from kconvert.layouts.fields import CONFIG_NAME, flag, natural, positive, text_config
 from kconvert.layouts.formats.compressed_tensors import MATRIX_TENSORS, read_quantization
 from kconvert.layouts.quantization import Quantization

@@ -104,10 +104,10 @@ def test_interrupted_and_resumed(sign: signal.Signals, tmp_path: Path) -> None:
         "import sys, time\n"
         "from kconvert.convert.cli import main as cli\n"
         "from kconvert.convert.output import writer\n"
-        "real = writer.BlobWriter.write_expert\n"
+        "real = writer.StagedFile.write_expert\n"
         "def write(self, tensor, index, data):\n"
-        "    time.sleep(0.02); real(self, tensor, index, data)\n"
-        "writer.BlobWriter.write_expert = write\n"
+        "    time.sleep(0.02); return real(self, tensor, index, data)\n"
+        "writer.StagedFile.write_expert = write\n"
         f"sys.argv = ['kconvert', 'convert', {str(KIMI_MINI)!r}, {str(out)!r}, '--tp', '2']\n"
         "cli.main()\n"
     )
@@ -210,16 +210,12 @@ def test_output_below_a_folder_that_cannot_be_listed(tmp_path: Path, monkeypatch
 
 def test_a_tensor_not_written_is_not_published(tmp_path: Path, monkeypatch) -> None:
     """The books are checked: a forgotten or doubled piece stops the run."""
-    real = BlobWriter.write_expert
-
-    def forgetful(self, tensor, index, data):
-        if index != 3:
-            real(self, tensor, index, data)
-
-    monkeypatch.setattr(BlobWriter, "write_expert", forgetful)
+    real = BlobWriter.take
+    forgetful = lambda self, piece: None if piece.expert == 3 else real(self, piece)  # noqa: E731
+    monkeypatch.setattr(BlobWriter, "take", forgetful)
     with pytest.raises(KconvertError, match="bytes were written and 4 tensors are not whole"):
         convert(KIMI_MINI, tmp_path / "a", tp=2)
-    monkeypatch.setattr(BlobWriter, "write_expert", lambda *a: (real(*a), real(*a)))
+    monkeypatch.setattr(BlobWriter, "take", lambda *a: (real(*a), real(*a)))
     with pytest.raises(KconvertError, match="written twice"):
         convert(KIMI_MINI, tmp_path / "b", tp=2)
     assert not list(tmp_path.rglob("rank-*/*.safetensors"))

@@ -79,7 +79,7 @@ def test_scales_that_are_not_finite(bits: bytes, mini: Path, tmp_path: Path, kco
 
 def test_validate_finds_scales_that_are_not_finite(tmp_path: Path, monkeypatch) -> None:
     """In an output that a careless converter wrote, its digests right."""
-    from kconvert.convert import pack
+    from kconvert.convert import oddities
     from kconvert.layouts.scan import ScaleScan
 
     source = tmp_path / "source"
@@ -87,7 +87,7 @@ def test_validate_finds_scales_that_are_not_finite(tmp_path: Path, monkeypatch) 
     for path in KIMI_MINI.iterdir():
         (source / path.name).write_bytes(path.read_bytes())
     patched(source, SCALE, lambda data: data.__setitem__(slice(0, 2), b"\xc0\x7f"))
-    monkeypatch.setattr(pack, "scan_scales", lambda *_: ScaleScan(None, 0))
+    monkeypatch.setattr(oddities, "scan_scales", lambda *_: ScaleScan(None, 0))
     convert(source, tmp_path / "out")
     for findings in (
         validate(tmp_path / "out").findings,

@@ -1,0 +1,198 @@
+"""Who does the tasks: threads of this process, or processes of their own.
+
+Python lets one thread at a time hold the interpreter, and an expert's task lets go of it and takes
+it back some 150 times: reads, packs, digests, writes. Where several threads do that they wait for
+one another more than they work: on 16 cores of a Xeon one thread converted 4.7 GB/s, four 3.5,
+sixteen 4.0 (tmpfs to tmpfs). So a large conversion is done by forked processes. They share the
+plan's memory, open the files by their names, and send back digests; they publish nothing.
+"""
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, NamedTuple, Protocol
+
+from kconvert.convert.output.writer import StagedFile
+from kconvert.convert.pack import Done, Packer, Task, warm_up
+from kconvert.convert.plan import Plan
+from kconvert.convert.progress import Meter, Recorder
+from kconvert.layouts.errors import KconvertError, UnavailableError
+from kconvert.layouts.reader import Reader
+
+WORTH_PROCESSES = 1 << 30  # bytes to be written: forking takes a tenth of a second
+_FAREWELL = 5.0  # seconds
+
+
+class JobFiles(NamedTuple):
+    """Where a job's files lie: those being written by their paths in the plan, and its shards."""
+
+    staged: dict[str, Path]
+    shards: dict[str, Path]
+
+
+class Crew(Protocol):
+    """Does tasks. Several threads may ask at once, each waits for its own."""
+
+    def do(self, job: int, number: int, files: JobFiles, active: tuple[int, ...]) -> Done:
+        """Do task `number` of a job; `active` are the jobs that more is to come of."""
+
+    def forget(self, shard: str) -> None:
+        """Nothing more is read from a shard."""
+
+
+class Worker:
+    """Does the tasks of a plan's jobs, with files of its own."""
+
+    def __init__(self, plan: Plan, meter: Meter | Recorder) -> None:
+        self._plan = plan
+        self._shards: dict[str, Path] = {}
+        self._reader = Reader(lambda shard: self._shards[shard])
+        self._packer = Packer(plan.target.layout, self._reader, meter)
+        self._jobs: dict[int, tuple[list[Task], list[StagedFile]]] = {}
+        self._lock = threading.Lock()
+
+    def do(self, job: int, number: int, files: JobFiles, active: tuple[int, ...]) -> Done:
+        """See `Crew.do`."""
+        with self._lock:
+            for ended in self._jobs.keys() - set(active):
+                self._end(ended)
+            if job not in self._jobs:
+                self._shards.update(files.shards)
+                planned = self._plan.jobs[job]
+                staged = [StagedFile(files.staged[file.path], file) for file in planned.files]
+                self._jobs[job] = list(self._packer.tasks(planned, staged)), staged
+            tasks, _ = self._jobs[job]
+        return tasks[number]()
+
+    def forget(self, shard: str) -> None:
+        """See `Crew.forget`."""
+        self._reader.forget(shard)
+
+    def close(self) -> None:
+        """Close all files."""
+        for job in list(self._jobs):
+            self._end(job)
+        self._reader.close()
+
+    def _end(self, job: int) -> None:
+        for file in self._jobs.pop(job)[1]:
+            file.close()
+        needed = {shard for other in self._jobs for shard in self._plan.jobs[other].shards}
+        for shard in self._plan.jobs[job].shards - needed:
+            self._reader.forget(shard)
+
+
+@contextmanager
+def crew(plan: Plan, workers: int, meter: Meter) -> Iterator[Crew]:
+    """So many workers: processes where there is much to do, else threads.
+
+    Processes are forked here and now: the caller has no thread yet whose locks they would inherit
+    (one that shows progress holds none that they take).
+    """
+    if workers > 1 and sum(file.nbytes for file in plan.files) >= WORTH_PROCESSES:
+        processes = _Processes(plan, workers, meter)
+        try:
+            yield processes
+        finally:
+            processes.close()
+    else:
+        worker = Worker(plan, meter)
+        try:
+            yield worker
+        finally:
+            worker.close()
+
+
+class _Processes:
+    """Forked workers; whoever asks is given an idle one."""
+
+    def __init__(self, plan: Plan, workers: int, meter: Meter) -> None:
+        self._meter = meter
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        self._ours: list[Connection] = []
+        self._processes: list[Any] = []
+        warm_up(plan.target.layout)  # what is compiled once is there for all
+        fork = multiprocessing.get_context("fork")
+        gc.freeze()  # or every look of the collector would copy the plan's pages
+        try:
+            for _ in range(workers):
+                ours, theirs = fork.Pipe()
+                others = [*self._ours, ours]  # a copy of these would keep a worker from hearing
+                process = fork.Process(target=_serve, args=(plan, theirs, others), daemon=True)
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", DeprecationWarning)  # see `crew`
+                    process.start()
+                theirs.close()
+                self._ours.append(ours)
+                self._processes.append(process)
+                self._idle.put(ours)
+        except BaseException:
+            self.close()
+            raise
+        finally:
+            gc.unfreeze()
+
+    def do(self, job: int, number: int, files: JobFiles, active: tuple[int, ...]) -> Done:
+        """See `Crew.do`."""
+        worker = self._idle.get()
+        try:
+            worker.send((job, number, files, active))
+            answer = worker.recv()
+        except (EOFError, OSError):
+            raise UnavailableError(
+                "a worker process ended before its work was done (was it killed for lack of"
+                " memory?): free some, or give fewer --workers, and run the same command again."
+            ) from None
+        finally:
+            self._idle.put(worker)
+        done, intervals = answer
+        self._meter.record(intervals)
+        if isinstance(done, BaseException):
+            raise done
+        return done
+
+    def forget(self, shard: str) -> None:
+        """Workers close a job's shards when they begin another."""
+
+    def close(self) -> None:
+        """End all workers. What they write at this moment has no final name yet."""
+        for connection in self._ours:
+            connection.close()
+        for process in self._processes:
+            process.join(_FAREWELL)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+def _serve(plan: Plan, connection: Connection, others: list[Connection]) -> None:
+    """A worker process: does what it is told until nobody is there any more."""
+    for sign in (signal.SIGINT, signal.SIGTERM):
+        # A terminal interrupts all; the one who asks decides, and then ends this connection.
+        signal.signal(sign, signal.SIG_IGN)
+    for other in others:
+        other.close()
+    gc.disable()
+    recorder = Recorder()
+    worker = Worker(plan, recorder)
+    while True:
+        try:
+            request = connection.recv()
+            answer: Done | BaseException
+            try:
+                answer = worker.do(*request)
+            except (KconvertError, OSError, MemoryError) as error:
+                answer = error
+            except Exception as error:  # a bug: the traceback is for whoever mends it
+                answer = RuntimeError(f"{type(error).__name__}: {error}")
+            connection.send((answer, recorder.take()))
+        except (EOFError, OSError):
+            os._exit(0)
