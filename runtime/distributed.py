@@ -17,9 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import UnavailableError, UnsupportedError
+from kconvert.layouts.errors import UnavailableError, UnsupportedError, said_if_slow
 from kconvert.layouts.manifest import read_manifest
-from kconvert.layouts.waiting import said_if_slow
 
 Array = NDArray[np.float32]
 MEETING = timedelta(minutes=5)  # how long ranks wait for one another to start

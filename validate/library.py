@@ -3,7 +3,7 @@
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.waiting import said_if_slow
+from kconvert.layouts.errors import said_if_slow
 
 
 def library_codes(packed: NDArray[np.int32]) -> NDArray[np.int8]:

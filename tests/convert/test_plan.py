@@ -49,7 +49,7 @@ def test_k26_plan_is_quick_and_small(k26: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from kconvert.convert.cli import main as cli\n"
-        "try: cli.main()\n"
+        "try: cli.run()\n"
         "finally:\n"
         "    status = open('/proc/self/status').read()\n"
         "    print(status.split('VmHWM:')[1].split()[0], file=sys.stderr)\n"
