@@ -188,8 +188,8 @@ def reporting(work: "Work", quiet: bool) -> Iterator["Meter"]:
         while not over.wait(1 if live else 300 if meter.seconds > 30 else 30):
             width = _columns() - len("convert ") if live else None
             line = f"convert {status_line(meter.stages(), work, meter.seconds, width)}"
-            print(f"\r{line}\x1b[K" if live else line, end="" if live else "\n", file=sys.stderr)
-            sys.stderr.flush()
+            end = "" if live else "\n"
+            print(f"\r{line}\x1b[K" if live else line, end=end, file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, daemon=True)
     if not quiet:

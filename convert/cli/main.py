@@ -198,8 +198,7 @@ def convert(
         to_stderr(f"{options.share.name}, as the launcher says; --share 0/1 converts all")
     prepared = prepare(source, output, options)
     if dry_run:
-        table = text.plan_table(prepared)
-        show(table, as_json, text.plan_text, quiet)
+        show(text.plan_table(prepared), as_json, text.plan_text, quiet)
         publish.check_space(output, prepared.disk)
         return
     with reporting(prepared.work, quiet) as meter:

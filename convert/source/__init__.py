@@ -43,9 +43,8 @@ def hub_name(source: str) -> HubName | None:
     with _client():
         from huggingface_hub import constants, parse_hf_uri
         from huggingface_hub.errors import HfUriError
-    shown = (
-        shown_endpoint(source) if "@" in source.partition("://")[2].partition("/")[0] else source
-    )
+    host = source.partition("://")[2].partition("/")[0]
+    shown = shown_endpoint(source) if "@" in host else source  # a password may be in it
     try:
         named = parse_hf_uri(source.rstrip("/").removesuffix(".git"), constants.ENDPOINT)
     except (HfUriError, ValueError):
