@@ -20,7 +20,7 @@ def shell(line: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(["bash", "-o", "pipefail", "-c", line], capture_output=True, text=True)
 
 
-@pytest.mark.parametrize("streams", ["", ">&-", "2>&-", "<&- >&- 2>&-", "| true", "2>&1 | true"])
+@pytest.mark.parametrize("streams", [">&-", "2>&-", "<&- >&- 2>&-", "2>&1 | true"])
 def test_streams_do_not_change_exit_codes(streams: str) -> None:
     for command, code in ((f"inspect {KIMI_MINI}", 0), (REFUSED, 2), ("--help", 0), ("--no", 2)):
         made = shell(f"{KCONVERT} {command} {streams}")
@@ -77,7 +77,7 @@ def few_threads(count: int, *arguments: object) -> subprocess.CompletedProcess[s
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("count", [0, 2])
 def test_no_more_threads(count: int, tmp_path: Path) -> None:
     convert(KIMI_MINI, tmp_path / "done", tp=2)
     for arguments in (
