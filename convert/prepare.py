@@ -15,7 +15,7 @@ from kconvert.convert.output.state import OutputState
 from kconvert.convert.plan import Plan, Target, make_plan
 from kconvert.convert.progress import Work
 from kconvert.convert.share import Share
-from kconvert.convert.source import COMMIT, REPO_ID, Source, open_hub, open_local
+from kconvert.convert.source import COMMIT, HubName, Source, hub_name, open_hub, open_local
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint
 from kconvert.layouts.errors import OutputError, UnsupportedError
@@ -158,7 +158,8 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
         )
     layout = layout_named(options.layout)
     with _without_collection():
-        opened = _open(str(source), output, options)
+        name, options = _named(str(source), options)
+        opened = _open(name or Path(source), output, options)
         checkpoint = opened.checkpoint
         state.refuse_reserved(checkpoint.small_files)
         state.refuse_overlap(opened.folder, map(opened.path, checkpoint.shards), output)
@@ -214,20 +215,32 @@ def _small_files(source: Source) -> dict[str, bytes]:
     return contents
 
 
-def _open(source: str, output: Path, options: Options) -> Source:
-    """The folder `source`, or the Hub's repository of that name."""
-    if Path(source).exists() or not REPO_ID.fullmatch(source):
+def _named(source: str, options: Options) -> tuple[HubName | None, Options]:
+    """The repository that `source` names, and the options with its revision; None: a path."""
+    name = hub_name(source)
+    if name is None or name.revision is None:
+        return name, options
+    if options.revision not in (None, name.revision):
+        raise UnsupportedError(
+            f"{source} and --revision {options.revision} are two revisions: give one."
+        )
+    return name, replace(options, revision=name.revision)
+
+
+def _open(source: HubName | Path, output: Path, options: Options) -> Source:
+    """The folder, or the Hub's repository, that is the source."""
+    if isinstance(source, Path):
         hub_only = options.revision or options.cache_dir or options.keep_shards
-        if hub_only and Path(source).is_dir():
+        if hub_only and source.is_dir():
             raise UnsupportedError(
                 f"{source} is a folder here: --revision, --cache-dir and --keep-shards are for a"
                 " repository of the Hub."
             )
-        return open_local(Path(source), options.verify)
-    revision = options.revision
+        return open_local(source, options.verify)
+    repo, revision = source.repo, options.revision
     if not options.overwrite and not COMMIT.fullmatch(revision or ""):
-        revision = _begun_at(output, source, revision) or revision
-    return open_hub(source, revision, options.cache_dir, options.keep_shards)
+        revision = _begun_at(output, repo, revision) or revision
+    return open_hub(repo, revision, options.cache_dir, options.keep_shards)
 
 
 def _begun_at(output: Path, repo: str, revision: str | None) -> str | None:

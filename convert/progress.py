@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 SHOWN = ("download", "check", "read", "convert", "write")
+SEPARATOR = " · "
 STAGES = (*SHOWN, "work")  # work: not waiting for a shard
 
 
@@ -154,16 +155,39 @@ def seconds_left(stages: dict[str, Stage], work: Work) -> float | None:
     return max(lefts) if lefts else None
 
 
-def status_line(stages: dict[str, Stage], work: Work, seconds: float) -> str:
-    """A run in a line: how far, how long still, and each stage's rate and share of the time."""
+def status_line(
+    stages: dict[str, Stage], work: Work, seconds: float, width: int | None = None
+) -> str:
+    """A run in a line: how far, how long still, and each stage's rate and share of the time.
+
+    Where that is wider than `width` columns, first the rates are left out, then the stages that
+    limit the run least.
+    """
     left = seconds_left(stages, work)
-    parts = [f"{stages['write'].nbytes / 1e9:.1f} of {work.write / 1e9:.1f} GB"]
-    parts.append("no estimate yet" if left is None else f"{hours(left)} left")
-    for name in SHOWN:
-        if stages[name].nbytes:
-            share = stages[name].busy / seconds if seconds > 0 else 0.0
-            parts.append(f"{name} {stages[name].rate / 1e9:.2f} GB/s ({share:.0%})")
-    return " · ".join(parts)
+    unit, scale = ("GB", 1e9) if work.write >= 1e9 else ("MB", 1e6)
+    parts = [
+        f"{stages['write'].nbytes / scale:.1f} of {work.write / scale:.1f} {unit}",
+        "no estimate yet" if left is None else f"{hours(left)} left",
+    ]
+    shares = {
+        name: stages[name].busy / seconds if seconds > 0 else 0.0
+        for name in SHOWN
+        if stages[name].nbytes
+    }
+    rates = [f"{name} {rate(stages[name].rate)} ({share:.0%})" for name, share in shares.items()]
+    lines = [[*parts, *rates]]
+    while shares:
+        lines.append([*parts, *(f"{name} {share:.0%}" for name, share in shares.items())])
+        shares.pop(min(shares, key=lambda name: shares[name]))
+    texts = [SEPARATOR.join(line) for line in [*lines, parts]]
+    return next((text for text in texts if width is None or len(text) <= width), texts[-1][:width])
+
+
+def rate(bytes_per_second: float) -> str:
+    """0.20 GB/s, or 5.0 MB/s where that would be 0.00."""
+    if bytes_per_second >= 1e8:
+        return f"{bytes_per_second / 1e9:.2f} GB/s"
+    return f"{bytes_per_second / 1e6:.1f} MB/s"
 
 
 def hours(seconds: float) -> str:

@@ -40,5 +40,11 @@ def share_of_launcher(environment: Mapping[str, str]) -> Share | None:
     """The share that a launcher gave this process through its environment, if one did."""
     for index, count in _LAUNCHERS:
         if environment.get(index) and environment.get(count):
-            return parse_share(f"{environment[index]}/{environment[count]}")
+            try:
+                return parse_share(f"{environment[index]}/{environment[count]}")
+            except UnsupportedError:
+                raise UnsupportedError(
+                    f"{index}={environment[index]} and {count}={environment[count]} in the"
+                    " environment are no share of several: give --share I/N, or 0/1 for all."
+                ) from None
     return None

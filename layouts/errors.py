@@ -1,10 +1,17 @@
-"""What can go wrong that a user caused or can mend: one class a kind, each also the builtin it is.
+"""What a user is told. What can go wrong that a user caused or can mend: one class a kind, each
+also the builtin it is; and what is waited for.
 
 `str(error)` is one sentence that names file, tensor, expected and found, and what to do.
-The command line maps each class to an exit code (`convert/cli.py`).
+The command line maps each class to an exit code (`convert/cli/common.py`).
 """
 
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 _MOST_CHARACTERS = 900
+_log = logging.getLogger(__name__)
 
 
 class KconvertError(Exception):
@@ -45,3 +52,15 @@ class OutputError(KconvertError, ValueError):
 
 class UnavailableError(KconvertError, OSError):
     """Disk, permission or another run stands in the way; the same command may work later."""
+
+
+@contextmanager
+def said_if_slow(sentence: str, seconds: float = 1.0) -> Iterator[None]:
+    """Log `sentence` as a warning, which goes to stderr, where the block takes longer."""
+    timer = threading.Timer(seconds, _log.warning, ["%s", sentence])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

@@ -11,15 +11,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import UnavailableError, UnsupportedError
+from kconvert.layouts.errors import UnavailableError, UnsupportedError, said_if_slow
+from kconvert.layouts.manifest import read_manifest
 
 Array = NDArray[np.float32]
 MEETING = timedelta(minutes=5)  # how long ranks wait for one another to start
+_PATIENCE = 3.0  # seconds, before it is said who is waited for
 WORKING = timedelta(days=7)  # and once they have: a rank that ends is noticed without it
 
 
@@ -109,15 +112,27 @@ def _others_there() -> Iterator[None]:
         ) from error
 
 
-def ranks_from_environment() -> Ranks:
-    """The rank that torchrun started this process as; alone where it did not."""
-    return team_from_environment(None).ranks
+def ranks_from_environment(output: Path) -> Ranks:
+    """The rank that torchrun started this process as, one of those that the converted folder
+    `output` is for; alone where it did not.
+
+    Raises UnsupportedError before it waits for anybody where that is another number.
+    """
+    tp, world = read_manifest(output).tp, _launched()[1]
+    if tp != world:
+        raise UnsupportedError(
+            f"{output} was converted for {tp} rank(s), "
+            + (f"WORLD_SIZE says that {world} were started: " if world > 1 else "1 was started: ")
+            + f"start {tp} (torchrun --nproc-per-node {tp})"
+            + (", or alone without WORLD_SIZE" if tp == 1 else "")
+            + f", or convert with --tp {world}."
+        )
+    return team_from_environment(tp).ranks
 
 
-def team_from_environment(size: int | None) -> Team:
-    """This process's team of `size` ranks, all processes if None, among those torchrun started."""
+def team_from_environment(size: int) -> Team:
+    """This process's team of `size` ranks among the processes that torchrun started."""
     rank, world = _launched()
-    size = size or world
     if world % size:
         raise UnsupportedError(
             f"{world} process(es) were started, which do not make teams of {size} ranks: start a"
@@ -135,21 +150,26 @@ def _groups(size: int, world: int) -> list[Any]:
     """The group of all processes, then each team's. All processes make all of them, and once."""
     from torch import distributed
 
-    try:
-        if not distributed.is_initialized():
-            distributed.init_process_group("gloo", timeout=MEETING)
-            # Left open, its threads abort a process that ends before the others.
-            atexit.register(distributed.destroy_process_group)
-        return [
-            distributed.new_group(list(members), WORKING, backend="gloo")
-            for members in (range(world), *(range(i, i + size) for i in range(0, world, size)))
-        ]
-    except (RuntimeError, ValueError) as error:
-        address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
-        raise UnavailableError(
-            f"{world} ranks could not meet at {address}, which MASTER_ADDR and MASTER_PORT name"
-            f" ({_first_line(error)}): start them with torchrun."
-        ) from error
+    address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    minutes = MEETING.total_seconds() / 60
+    waiting = (
+        f"waiting up to {minutes:.0f} min at {address} for all {world} ranks, as WORLD_SIZE says"
+    )
+    with said_if_slow(waiting, _PATIENCE):
+        try:
+            if not distributed.is_initialized():
+                distributed.init_process_group("gloo", timeout=MEETING)
+                # Left open, its threads abort a process that ends before the others.
+                atexit.register(distributed.destroy_process_group)
+            return [
+                distributed.new_group(list(members), WORKING, backend="gloo")
+                for members in (range(world), *(range(i, i + size) for i in range(0, world, size)))
+            ]
+        except (RuntimeError, ValueError) as error:
+            raise UnavailableError(
+                f"{world} ranks could not meet at {address}, which MASTER_ADDR and MASTER_PORT"
+                f" name ({_first_line(error)}): start them with torchrun."
+            ) from error
 
 
 def _first_line(error: Exception) -> str:

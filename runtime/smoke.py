@@ -39,7 +39,7 @@ def smoke(
     The report's `differs` is the first position where text or logit bits are not those of `ar`
     (null where none is, or where it was not asked for). Raises what `Engine` does.
     """
-    ranks = ranks_from_environment()
+    ranks = ranks_from_environment(output)
     engine = Engine.open(output, drafter, dtype, ranks, request.ignore_config_keys)
     write = write if ranks.rank == 0 else lambda _: None
     tokenizer = None if request.tokens is not None else Tokenizer(output)

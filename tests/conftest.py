@@ -1,7 +1,8 @@
 """Fixtures for the whole suite."""
 
+import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,6 +16,14 @@ class Outcome(NamedTuple):
     code: int
     out: str
     err: str
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """What is started here takes SIGINT, also where we ignore it (nohup, a job of CI)."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture

@@ -5,7 +5,14 @@ from typing import Annotated
 
 import typer
 
-from kconvert.convert.cli.common import Json, explained, folder_argument, show, to_stderr
+from kconvert.convert.cli.common import (
+    Dtype,
+    Json,
+    explained,
+    folder_argument,
+    show,
+    to_stderr,
+)
 
 bench = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
 
@@ -79,7 +86,7 @@ def bench_decode(
     prompts: Prompts,
     count: Count = None,
     new_tokens: NewTokens = 128,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[Dtype, typer.Option(help="What is computed in.")] = "float32",
     picture: Annotated[
         Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
     ] = None,

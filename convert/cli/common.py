@@ -5,13 +5,12 @@ import functools
 import json
 import os
 import shlex
-import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec
+from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 
@@ -41,6 +40,14 @@ _ADVICE = {
     errno.ENOTDIR: "a file stands where a folder is needed; choose another path",
     errno.EISDIR: "a folder stands where a file is needed; choose another path",
     errno.EMFILE: "raise the limit of open files (ulimit -n)",
+    errno.EAGAIN: "raise the limit of processes (ulimit -u, or the container's)",
+    errno.ENOMEM: "free some memory, or give fewer --workers",
+}
+# Python and torch have no class of their own for a machine that has no more of something.
+_EXHAUSTED = {
+    "can't start new thread": "no more threads can be started: raise the limit of processes"
+    " (ulimit -u, or the container's), or give fewer --workers.",
+    "can't allocate memory": "no more memory can be had: free some, or raise the limit.",
 }
 
 
@@ -55,6 +62,9 @@ def folder_argument(text: str) -> Any:
     return typer.Argument(parser=folder, metavar="FOLDER", help=text)
 
 
+Dtype = Literal["float32", "bfloat16"]  # as in kconvert.runtime.model, which loads torch
+
+
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
 Verify = Annotated[
@@ -67,7 +77,8 @@ IgnoreConfigKey = Annotated[
         metavar="KEY", help="Of config.json: not known here, and known to you to be nothing."
     ),
 ]
-Layers = Annotated[str | None, typer.Option(help="Only these layers: 0-3,60.")]
+Layers = Annotated[str | None, typer.Option(metavar="LIST", help="Only these layers: 0-3,60.")]
+Ranks = Annotated[str | None, typer.Option(metavar="LIST", help="Only these ranks' blobs: 0,3.")]
 
 
 def explained(command: Callable[P, None]) -> Callable[P, None]:
@@ -77,13 +88,16 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except BrokenPipeError:  # the reader has seen enough (`| head`)
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            raise typer.Exit(128 + signal.SIGPIPE) from None
         except tuple(kind for kind, _ in EXIT_CODES) as error:
-            print(f"kconvert: {_sentence(error)}", file=sys.stderr)
+            to_stderr(f"kconvert: {sentence_of(error)}")
             code = next(code for kind, code in EXIT_CODES if isinstance(error, kind))
             raise typer.Exit(code) from None
+        except RuntimeError as error:
+            sentence = next((s for text, s in _EXHAUSTED.items() if text in str(error)), None)
+            if sentence is None:
+                raise
+            to_stderr(f"kconvert: {sentence}")
+            raise typer.Exit(3) from None
 
     return run
 
@@ -94,12 +108,15 @@ def interrupted() -> str:
     return "interrupted" + (resume if sys.argv[1:2] == ["convert"] else "")
 
 
-def _sentence(error: BaseException) -> str:
+def sentence_of(error: BaseException) -> str:
+    """What a person is told of an expected failure."""
     if isinstance(error, OSError) and not isinstance(error, KconvertError):
         where = f"{error.filename}: " if error.filename else ""
         advice = _ADVICE.get(error.errno or 0)
         return f"{where}{error.strerror or error}" + (f": {advice}." if advice else ".")
-    return str(error) or type(error).__name__
+    if isinstance(error, MemoryError):
+        return _EXHAUSTED["can't allocate memory"]
+    return str(error)
 
 
 def numbers(option: str, text: str | None) -> list[int] | None:
@@ -116,6 +133,31 @@ def numbers(option: str, text: str | None) -> list[int] | None:
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list like 0-3,60", param_hint=option) from None
     return sorted({n for first, last in bounds for n in range(first, last + 1)})
+
+
+def draft_budget(text: str) -> int | str:
+    """`auto` or a number of nodes; a usage error where it is neither."""
+    if text == "auto":
+        return text
+    try:
+        budget = int(text)
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r:.60} is neither auto nor a number", param_hint="--budget"
+        ) from None
+    if budget < 0:
+        raise typer.BadParameter(f"{text} is below 0: it must be 0 or more", param_hint="--budget")
+    return budget
+
+
+def token_ids(text: str) -> list[int]:
+    """1,2,3 → [1, 2, 3]; a usage error where it is not such a list."""
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError:
+        raise typer.BadParameter(
+            f"{text!r:.60} is not a list like 1,2,3", param_hint="--tokens"
+        ) from None
 
 
 def show(
@@ -135,9 +177,11 @@ def progress_bar(
     from tqdm import tqdm
 
     disable = True if quiet else None
+    tqdm.monitor_interval = 0  # no thread that looks after the bar: every update may draw it
     with tqdm(
-        desc=what, total=total, initial=done, unit="B", unit_scale=True, disable=disable
-    ) as bar:
+        desc=what, total=total, initial=done, unit="B", unit_scale=True, disable=disable,
+        dynamic_ncols=True, miniters=1,
+    ) as bar:  # fmt: skip
         yield lambda count: bar.update(count) and None
 
 
@@ -151,8 +195,10 @@ def reporting(work: "Work", quiet: bool) -> Iterator["Meter"]:
 
     def report() -> None:
         while not over.wait(1 if live else 300 if meter.seconds > 30 else 30):
-            line = f"convert {status_line(meter.stages(), work, meter.seconds)}"
-            print(f"\r{line}\x1b[K" if live else line, end="" if live else "\n", file=sys.stderr)
+            width = _columns() - len("convert ") if live else None
+            line = f"convert {status_line(meter.stages(), work, meter.seconds, width)}"
+            end = "" if live else "\n"
+            print(f"\r{line}\x1b[K" if live else line, end=end, file=sys.stderr, flush=True)
 
     thread = threading.Thread(target=report, daemon=True)
     if not quiet:
@@ -165,6 +211,15 @@ def reporting(work: "Work", quiet: bool) -> Iterator["Meter"]:
             thread.join()
             if live:
                 print("\r\x1b[K", end="", file=sys.stderr)
+
+
+def _columns() -> int:
+    """Of the terminal that stderr is, but for the last, behind which some begin a new line."""
+    try:
+        columns = os.get_terminal_size(sys.stderr.fileno()).columns
+    except (OSError, ValueError):
+        columns = 0
+    return (columns or 80) - 1  # a serial line says 0
 
 
 def to_stderr(line: str) -> None:

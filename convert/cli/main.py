@@ -5,19 +5,22 @@ import os
 import signal
 import sys
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Literal, NoReturn
 
 import typer
 
 from kconvert.convert.cli.bench import bench
 from kconvert.convert.cli.common import (
     INTERRUPTED,
+    Dtype,
     IgnoreConfigKey,
     Json,
     Layers,
     Quiet,
+    Ranks,
     Verify,
     Workers,
+    draft_budget,
     explained,
     folder,
     folder_argument,
@@ -25,14 +28,15 @@ from kconvert.convert.cli.common import (
     numbers,
     progress_bar,
     reporting,
+    sentence_of,
     show,
     to_stderr,
+    token_ids,
 )
+from kconvert.convert.cli.streams import hold_streams
 
 app = typer.Typer(
-    help="Compile quantized MoE checkpoints into per-GPU blobs, offline, with a proof.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -44,16 +48,33 @@ CacheDir = Annotated[
 ]
 
 
+# As in kconvert.layouts.registry, convert.synth.presets and runtime.engine, which are not for
+# `--help` to load.
+LayoutName = Literal["marlin", "w4a16"]
+Preset = Literal["k2.6", "kimi-mini"]
+Mode = Literal["ar", "chain", "ddtree"]
+
+
 def main() -> None:
     """The console script: `run`, and an end to all threads."""
+    hold_streams()
+    # Nothing here multiplies by numpy, and where its BLAS cannot start a thread for every core, it
+    # interrupts the program.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     try:
         run()
     except SystemExit as ended:
-        if ended.code:
+        code = ended.code if isinstance(ended.code, int) else int(ended.code is not None)
+        try:
             sys.stdout.flush()
+        except OSError as error:  # a full disk: what was to be said is lost
+            if not code:
+                to_stderr(f"kconvert: {sentence_of(error)}")
+                code = 3
+        if code:
             sys.stderr.flush()
             # Threads may be waiting for a server that says nothing.
-            os._exit(ended.code if isinstance(ended.code, int) else 1)
+            os._exit(code)
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, signal.SIG_IGN)  # all is done and said; Python may end in peace
         raise
@@ -72,6 +93,9 @@ def run() -> None:
         ended = INTERRUPTED
     except SystemExit as over:
         ended = over.code
+    except OSError as error:  # typer's, of printing help
+        to_stderr(f"kconvert: {sentence_of(error)}")
+        ended = 3
     if ended == INTERRUPTED:
         to_stderr(f"kconvert: {interrupted()}")
     raise SystemExit(ended)
@@ -81,18 +105,43 @@ def _interrupt(*_: object) -> NoReturn:
     raise KeyboardInterrupt
 
 
+def _version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"kconvert {version('kconvert')}")
+        raise typer.Exit
+
+
+@app.callback()
+def kconvert(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_version, is_eager=True, help="Show it and exit."),
+    ] = False,
+) -> None:
+    """Compile quantized MoE checkpoints into per-GPU blobs, offline, with a proof."""
+
+
 @app.command()
 @explained
 def convert(
     source: Annotated[
-        str, typer.Argument(metavar="SOURCE", help="A checkpoint's folder, or its name on the Hub.")
+        str,
+        typer.Argument(
+            metavar="SOURCE",
+            help="A checkpoint's folder, or its name (org/name, org/name@revision) or page on the"
+            " Hub.",
+        ),
     ],
     output: Annotated[Path, folder_argument("The folder to write; resumed if it is there.")],
-    layout: Annotated[str, typer.Option(help="marlin or w4a16.")] = "marlin",
+    layout: Annotated[
+        LayoutName, typer.Option(help="The order of codes that the kernels read.")
+    ] = "marlin",
     tp: Annotated[int, typer.Option(help="World size: ranks, one a GPU.")] = 1,
     ep: Annotated[int, typer.Option(help="Expert parallelism; divides tp.")] = 1,
     layers: Layers = None,
-    ranks: Annotated[str | None, typer.Option(help="Only these ranks' blobs: 0,3.")] = None,
+    ranks: Ranks = None,
     revision: Annotated[
         str | None, typer.Option(help="Branch, tag or commit on the Hub; main if not given.")
     ] = None,
@@ -101,14 +150,21 @@ def convert(
         bool, typer.Option("--keep-shards", help="Download into the cache; delete nothing.")
     ] = False,
     share: Annotated[
-        str | None, typer.Option(help="Only share I of N, I/N; given by torchrun and srun.")
+        str | None,
+        typer.Option(metavar="I/N", help="Only share I of N; given by torchrun and srun."),
     ] = None,
     shard: Annotated[str | None, typer.Option(hidden=True)] = None,  # what it was once called
     workers: Workers = None,
-    text_only: Annotated[bool, typer.Option(help="Leave the vision tower out.")] = False,
+    text_only: Annotated[
+        bool, typer.Option("--text-only", help="Leave the vision tower out.")
+    ] = False,
     verify: Verify = False,
-    overwrite: Annotated[bool, typer.Option(help="Replace what another run wrote.")] = False,
-    dry_run: Annotated[bool, typer.Option(help="Print the plan; write nothing.")] = False,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace what another run wrote.")
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the plan; write nothing.")
+    ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -118,6 +174,7 @@ def convert(
     launcher says (RANK and WORLD_SIZE, or srun's variables).
     """
     from kconvert.convert.cli import text
+    from kconvert.convert.output import publish
     from kconvert.convert.prepare import Options, prepare
     from kconvert.convert.run import run as carry_out
     from kconvert.convert.share import parse_share, share_of_launcher
@@ -146,6 +203,7 @@ def convert(
     prepared = prepare(source, output, options)
     if dry_run:
         show(text.plan_table(prepared), as_json, text.plan_text, quiet)
+        publish.check_space(output, prepared.disk)
         return
     with reporting(prepared.work, quiet) as meter:
         result = carry_out(prepared, meter)
@@ -173,11 +231,15 @@ def doctor(
 ) -> None:
     """Say what is here, and what would limit a conversion of K2.6 here, in hours.
 
-    Measures for some seconds: writes 256 MiB to the output's disk and the cache's.
+    Measures for some seconds: writes 256 MiB to the output's disk and the cache's. Exits with 1
+    where there are problems.
     """
     from kconvert.convert.doctor.diagnose import diagnose, doctor_text
 
-    show(diagnose(output, cache_dir), as_json, doctor_text, quiet=False)
+    table = diagnose(output, cache_dir)
+    show(table, as_json, doctor_text, quiet=False)
+    if table["problems"]:
+        raise typer.Exit(1)
 
 
 @app.command()
@@ -214,26 +276,42 @@ def validate(
 @app.command()
 @explained
 def inspect(
-    path: Annotated[Path, folder_argument("A checkpoint or a converted folder.")],
+    path: Annotated[
+        str,
+        typer.Argument(
+            metavar="PATH",
+            help="A checkpoint, an output, a part or a file of either, or a checkpoint's name on"
+            " the Hub.",
+        ),
+    ],
     as_json: Json = False,
 ) -> None:
-    """List what a checkpoint or a converted folder holds."""
+    """Say what something is, and what it holds.
+
+    Exits with 2 where it is nothing that can be converted or run.
+    """
     from kconvert.convert.cli import text
     from kconvert.convert.inspect import inspect as look
 
-    show(look(path), as_json, text.inspection_text, quiet=False)
+    if not path:
+        raise typer.BadParameter("it is empty", param_hint="PATH")
+    table = look(path)
+    show(table, as_json, text.inspection_text, quiet=False)
+    if table.get("refused"):
+        to_stderr(f"kconvert: {table['refused']}")
+        raise typer.Exit(2)
 
 
 @app.command()
 @explained
 def synth(
     output: Annotated[Path, folder_argument("An empty or new folder.")],
-    preset: Annotated[str, typer.Option(help="k2.6 or kimi-mini.")] = "k2.6",
+    preset: Annotated[Preset, typer.Option(help="Whose sizes it has.")] = "k2.6",
     layers: Layers = None,
     experts: Annotated[int | None, typer.Option(help="Routed experts a layer.")] = None,
     seed: Annotated[int, typer.Option(help="Of the random weights.", min=0)] = 0,
     sparse: Annotated[
-        bool, typer.Option(help="Headers alone: files of full size that take no space.")
+        bool, typer.Option("--sparse", help="Headers alone: files of full size that take no space.")
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -258,16 +336,20 @@ def smoke_generate(
     drafter: Annotated[
         Path | None, typer.Option(parser=folder, help="The folder of a DFlash drafter.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    tokens: Annotated[str | None, typer.Option(help="Or token ids: 1,2,3.")] = None,
+    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="To be continued.")] = None,
+    tokens: Annotated[str | None, typer.Option(metavar="LIST", help="Or token ids: 1,2,3.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a chat message.")] = False,
-    mode: Annotated[str | None, typer.Option(help="ar, chain or ddtree.")] = None,
-    budget: Annotated[str, typer.Option(help="Nodes of a draft, or auto.")] = "auto",
+    mode: Annotated[
+        Mode | None, typer.Option(help="ddtree if not given, without a drafter ar.")
+    ] = None,
+    budget: Annotated[str, typer.Option(metavar="N|auto", help="Nodes of a draft.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=0, help="At most so many.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    chain_seed: Annotated[bool, typer.Option(help="Always draft the likeliest chain.")] = True,
+    dtype: Annotated[Dtype, typer.Option(help="What is computed in.")] = "float32",
+    no_chain_seed: Annotated[
+        bool, typer.Option("--no-chain-seed", help="A tree need not hold the likeliest chain.")
+    ] = False,
     check_exact: Annotated[
         bool, typer.Option("--check-exact", help="Compare every logit's bits with ar's.")
     ] = False,
@@ -287,17 +369,17 @@ def smoke_generate(
         raise typer.BadParameter("give either --prompt or --tokens")
     if chat and prompt is None:
         raise typer.BadParameter("--chat needs a message: give --prompt")
-    ids = None if tokens is None else _ids(tokens)
+    ids = None if tokens is None else token_ids(tokens)
     request = Request(
         prompt=prompt,
         tokens=ids,
         chat=chat,
         mode=mode or ("ddtree" if drafter else "ar"),
-        budget=_budget(budget),
+        budget=draft_budget(budget),
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        chain_seed=chain_seed,
+        chain_seed=not no_chain_seed,
         check_exact=check_exact,
         ignore_config_keys=tuple(ignore_config_key or ()),
     )
@@ -307,26 +389,3 @@ def smoke_generate(
         show(table, as_json, text.smoke_text, quiet=False)
     if table["differs"] is not None:
         raise typer.Exit(1)
-
-
-def _budget(text: str) -> int | str:
-    if text == "auto":
-        return text
-    try:
-        budget = int(text)
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r:.60} is neither auto nor a number", param_hint="--budget"
-        ) from None
-    if budget < 0:
-        raise typer.BadParameter(f"{text} is below 0: it must be 0 or more", param_hint="--budget")
-    return budget
-
-
-def _ids(text: str) -> list[int]:
-    try:
-        return [int(part) for part in text.split(",")]
-    except ValueError:
-        raise typer.BadParameter(
-            f"{text!r:.60} is not a list like 1,2,3", param_hint="--tokens"
-        ) from None

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kconvert.convert.progress import SHOWN, hours
+from kconvert.convert.progress import SHOWN, hours, rate
 from kconvert.layouts.errors import printable
 from kconvert.layouts.model import groups_text
 
@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from kconvert.convert.run import Conversion
     from kconvert.layouts.manifest import Manifest
     from kconvert.validate.findings import Validation
+
+
+_MEASURABLE = 100_000_000  # bytes: below, a stage's time is that of starting
 
 
 def size(count: int) -> str:
@@ -124,13 +127,14 @@ def finish_text(table: dict[str, Any]) -> str:
 
 
 def _shares(table: dict[str, Any]) -> str:
-    """Each stage's rate, and in which part of the time it was busy."""
-    return ", ".join(
-        f"{name} {stage['nbytes'] / stage['busy'] / 1e9:.2f} GB/s"
-        f" ({stage['busy'] / table['seconds']:.0%} busy)"
-        for name, stage in table["stages"].items()
-        if name in SHOWN and stage["busy"] > 0
-    )
+    """Each stage's rate where it means something, and in which part of the time it was busy."""
+    shares = []
+    for name, stage in table["stages"].items():
+        if name in SHOWN and stage["busy"] > 0:
+            known = stage["nbytes"] >= _MEASURABLE
+            speed = f" {rate(stage['nbytes'] / stage['busy'])}" if known else ""
+            shares.append(f"{name}{speed} ({stage['busy'] / table['seconds']:.0%} busy)")
+    return ", ".join(shares)
 
 
 def _text(lines: list[str]) -> str:
@@ -185,12 +189,13 @@ def validation_text(table: dict[str, Any]) -> str:
 
 def smoke_text(table: dict[str, Any]) -> str:
     """How a generation went; its text was printed as it came."""
-    speedup = table["speedup_over_ar"]
+    speed, speedup = table["tokens_per_second"], table["speedup_over_ar"]
     budget = "" if table["budget"] is None else f", budget {table['budget']}"  # ar has none
     lines = [
         "",
         f"{table['mode']}{budget}: {len(table['tokens'])} tokens,"
-        f" {table['tokens_per_second']:.1f} tokens/s, {table['target_forwards']} target forwards,"
+        + (f" {speed:.1f} tokens/s," if speed else "")  # one token is the prompt's
+        + f" {table['target_forwards']} target forwards,"
         f" {table['committed_per_forward']:.2f} committed a forward"
         + (f", {speedup:.2f} × ar" if speedup else ""),
     ]
@@ -333,9 +338,12 @@ def _machine(table: dict[str, Any]) -> str:
 
 
 def inspection_text(table: dict[str, Any]) -> str:
-    """What a folder holds, a line a fact; lists and tables indented."""
+    """What something holds, a line a fact; lists and tables indented. Why it is refused is said
+    apart."""
     lines = []
     for key, value in table.items():
+        if key == "refused":
+            continue
         label = key.replace("_", " ")
         if isinstance(value, dict):
             lines.append(f"{label}:")

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kconvert.convert.doctor import probe
+from kconvert.convert.progress import rate
 from kconvert.convert.source.protocol import WINDOW
 
 # Kimi K2.6's 64 shards as the Hub lists them (moonshotai/Kimi-K2.6, commit 2755962). The output
@@ -269,4 +270,4 @@ def _gb(count: int | None) -> str:
 
 
 def _rate(gbps: float | None) -> str:
-    return "?" if gbps is None else f"{gbps:.2f} GB/s"
+    return "?" if gbps is None else rate(gbps * 1e9)

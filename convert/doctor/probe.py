@@ -158,7 +158,7 @@ def disk_speed(folder: Path, nbytes: int = _DISK_BYTES) -> dict[str, Any]:
         try:
             return {**speed, **_stream(there, pieces, os.O_DIRECT), "direct": True}
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
                 raise
             return {**speed, **_stream(there, pieces, 0), "direct": False}
     except OSError as error:
@@ -166,7 +166,7 @@ def disk_speed(folder: Path, nbytes: int = _DISK_BYTES) -> dict[str, Any]:
 
 
 def _stream(folder: Path, pieces: int, flags: int) -> dict[str, float]:
-    """Write and read so many pieces; OSError EINVAL where the file system refuses the flags."""
+    """Write and read so many pieces; OSError EINVAL or EOPNOTSUPP where the flags are refused."""
     named, name = tempfile.mkstemp(prefix=".kconvert-doctor-", dir=folder)
     try:
         fd = os.open(name, os.O_RDWR | flags)

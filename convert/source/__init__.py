@@ -1,16 +1,64 @@
 """Where a checkpoint comes from: get a shard, release a shard."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
+from kconvert.convert.source.endpoint import shown_endpoint
 from kconvert.convert.source.local import open_local
 from kconvert.convert.source.protocol import Source
-from kconvert.layouts.errors import UnavailableError
+from kconvert.layouts.errors import UnavailableError, UnsupportedError
 
-REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 COMMIT = re.compile(r"[0-9a-f]{40}")
+_REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
+_ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://.*|(huggingface\.co|hf\.co)/.+")
 
-__all__ = ["COMMIT", "REPO_ID", "Source", "open_hub", "open_local"]
+__all__ = ["COMMIT", "HubName", "Source", "hub_name", "open_hub", "open_local"]
+
+
+class HubName(NamedTuple):
+    """A repository of the Hub, and the revision where one is named."""
+
+    repo: str
+    revision: str | None = None
+
+
+def hub_name(source: str) -> HubName | None:
+    """The repository that `source` names: org/name, org/name@revision, its page's address, or
+    hf://…; None where it is a folder or file here, or can only be the path of one.
+
+    Raises UnsupportedError for the address of anything else.
+    """
+    if "://" not in source and Path(source).exists():
+        return None
+    if not _ADDRESS.fullmatch(source):
+        repo, at, revision = source.rstrip("/").partition("@")
+        if not _REPO_ID.fullmatch(repo):
+            return None
+        if at and not revision:
+            raise UnsupportedError(f"{source!r} names no revision behind its @: give one.")
+        return HubName(repo, revision or None)
+    with _client():
+        from huggingface_hub import constants, parse_hf_uri
+        from huggingface_hub.errors import HfUriError
+    host = source.partition("://")[2].partition("/")[0]
+    shown = shown_endpoint(source) if "@" in host else source  # a password may be in it
+    try:
+        named = parse_hf_uri(source.rstrip("/").removesuffix(".git"), constants.ENDPOINT)
+    except (HfUriError, ValueError):
+        raise UnsupportedError(
+            f"{shown} is not the address of a model on {shown_endpoint(constants.ENDPOINT)}: give"
+            " its name, org/name or org/name@revision."
+        ) from None
+    if named.type != "model" or named.path_in_repo:
+        what = f"a file or folder in {named.id}" if named.path_in_repo else f"a {named.type}"
+        raise UnsupportedError(
+            f"{shown} is {what}, not a whole model: give a model's name, org/name or"
+            " org/name@revision."
+        )
+    return HubName(named.id, named.revision)
 
 
 def open_hub(
@@ -20,8 +68,15 @@ def open_hub(
 
     Raises CheckpointError and UnavailableError.
     """
-    try:
+    with _client():
         from kconvert.convert.source import hub  # takes as long to import as all else
-    except ValueError:  # the client's own, of an endpoint that it cannot take apart
-        raise UnavailableError("HF_ENDPOINT or a proxy variable is no URL; correct it.") from None
     return hub.open_checkpoint(name, revision, cache_dir, keep_shards)
+
+
+@contextmanager
+def _client() -> Iterator[None]:
+    """While the Hub's client is loaded."""
+    try:
+        yield
+    except ValueError:  # its own, of an endpoint that it cannot take apart
+        raise UnavailableError("HF_ENDPOINT or a proxy variable is no URL; correct it.") from None

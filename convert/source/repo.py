@@ -31,7 +31,7 @@ from huggingface_hub.utils import (
 
 from kconvert.convert.source.endpoint import shown_endpoint
 from kconvert.convert.source.hashes import oid_of
-from kconvert.convert.source.retry import Patience, TransferError
+from kconvert.convert.source.retry import ContentError, Patience, TransferError
 from kconvert.layouts.errors import CheckpointError, UnavailableError
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import Header, header_from, read_header
@@ -138,7 +138,7 @@ class Repo:
         expected = self.files[file].oid
         found = oid_of(path, expected, go_on)
         if found != expected:
-            raise TransferError(f"content {expected} expected, {found} found")
+            raise ContentError(expected, found)
 
     def read_header(self, file: str) -> Header:
         """The header of a shard. By ranges, also where the file is in the cache: it may be
@@ -259,6 +259,8 @@ def _named_failures() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
+        if "start new thread" in str(error):  # Python's, and no matter of the network
+            raise
         raise TransferError(str(error)) from None
 
 

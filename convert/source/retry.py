@@ -32,8 +32,20 @@ _LONGEST_PAUSE = 60.0
 _log = logging.getLogger(__name__)
 
 
+# Answers that another attempt will get as well. 401 and 403 have sentences of their own.
+_FINAL_ANSWERS = (400, 404, 405, 406, 410, 451)
+
+
 class TransferError(OSError):
     """Bytes arrived, but not the right ones: worth another attempt."""
+
+
+class ContentError(TransferError):
+    """A whole file arrived with another hash, `found`, than the Hub names."""
+
+    def __init__(self, expected: str, found: str) -> None:
+        super().__init__(f"content {expected} expected, {found} found")
+        self.found = found
 
 
 @dataclass(frozen=True)
@@ -53,6 +65,7 @@ class Patience:
         OSErrors of the local disk as they are.
         """
         number, failures, before = 0, 0, progress()
+        contents: set[str] = set()
         while True:
             try:
                 return call(number)
@@ -62,14 +75,22 @@ class Patience:
                 final = _final(what, error)
                 if final is not None:
                     raise final from None
-                reason = _reason(error)
+                reason, advice = _reason(error), _advice(error)
+                if isinstance(error, ContentError):
+                    if error.found in contents:  # that was no accident of the transfer
+                        raise UnavailableError(
+                            f"{what}: {reason}, twice the same: the Hub's copy is damaged, or that"
+                            " of a proxy or mirror on the way; get it by another way, or tell the"
+                            " repository's owner."
+                        ) from None
+                    contents.add(error.found)
             number, now = number + 1, progress()
             failures = 1 if now > before else failures + 1
             before = now
             if failures == self.attempts:
                 raise UnavailableError(
-                    f"{what}: {reason}, {failures} times; check the network, then run the same"
-                    " command again: it resumes."
+                    f"{what}: {reason}, {failures} times; {advice}, then run the same command"
+                    " again: it resumes."
                 )
             seconds = min(2.0 ** (failures - 1), _LONGEST_PAUSE)
             _log.warning("%s: %s; again in %.0f s", what, reason, seconds)
@@ -108,6 +129,11 @@ def _final(what: str, error: Exception) -> Exception | None:
             return UnavailableError(
                 f"{what}: the Hub wants a token that may read it; set HF_TOKEN."
             )
+        if error.response.status_code in _FINAL_ANSWERS:
+            return UnavailableError(
+                f"{what}: {_reason(error)}, it does not have that; check the name, and HF_ENDPOINT"
+                " where it is set."
+            )
         return None
     if isinstance(error, (httpx2.InvalidURL, httpx2.UnsupportedProtocol)):
         return UnavailableError(f"{what}: HF_ENDPOINT or a proxy variable is no URL; correct it.")
@@ -123,7 +149,8 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
         return _reason(error.__cause__)
     if isinstance(error, HfHubHTTPError):
-        return f"the server answered {error.response.status_code}"
+        url = error.response.url
+        return f"{url.host} answered {error.response.status_code}"
     if isinstance(error, httpx2.TimeoutException):
         return "the server did not answer in time"
     if isinstance(error, httpx2.ConnectError):
@@ -131,6 +158,17 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, httpx2.TransportError):
         return "the connection broke"
     return _first_line(error)
+
+
+def _advice(error: BaseException) -> str:
+    """What to do about a failure that did not pass by itself."""
+    if isinstance(error, LocalEntryNotFoundError) and error.__cause__ is not None:
+        return _advice(error.__cause__)
+    if isinstance(error, HfHubHTTPError):
+        if error.response.status_code == 429:
+            return "wait for some minutes, or set HF_TOKEN, which may ask more often"
+        return "wait until that server is well again"
+    return "check the network"
 
 
 def _first_line(error: BaseException) -> str:

@@ -117,7 +117,7 @@ def _write_shard(
     """Write under a hidden name first, so that a shard with its name is a whole one."""
     staged = path.with_name(f".{path.name}.partial")
     header = shard_header(tensors)
-    fd = os.open(staged, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o644)
+    fd = os.open(staged, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)
     try:
         os.pwrite(fd, header, 0)
         os.ftruncate(fd, shard_bytes(tensors))
@@ -136,6 +136,9 @@ def _write_shard(
             with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
                 for _ in pool.map(write, zip(tensors, starts, strict=True)):
                     pass
+    except BaseException:
+        staged.unlink()
+        raise
     finally:
         os.close(fd)
     staged.rename(path)

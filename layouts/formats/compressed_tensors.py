@@ -25,11 +25,17 @@ GROUP_SIZES = (32, 64, 128)
 
 _ANY = object()
 _EMPTY = (None, {}, [])
+# A SparsityCompressionConfig of format "dense" stores weights as they are, whatever else it says.
+_SPARSITY_FIELDS = {
+    "format", "targets", "ignore", "global_sparsity", "sparsity_structure",
+    "registry_requires_subclass",
+}  # fmt: skip
 # field → values that change nothing here. A field that is not listed is refused by name.
 _CONFIG_FIELDS: dict[str, Any] = {
     "config_groups": _ANY, "format": _ANY, "ignore": _ANY, "quant_method": _ANY, "version": _ANY,
     "quantization_status": ("compressed", "frozen", None), "global_compression_ratio": _ANY,
-    "kv_cache_scheme": _EMPTY, "sparsity_config": _EMPTY, "transform_config": _EMPTY,
+    "kv_cache_scheme": _EMPTY, "sparsity_config": _EMPTY,
+    "transform_config": (*_EMPTY, {"config_groups": {}}),
     "run_compressed": _ANY,
 }  # fmt: skip
 _GROUP_FIELDS: dict[str, Any] = {
@@ -73,6 +79,8 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
             f"{CONFIG_NAME}: quant_method is {table.get('quant_method')!r},"
             " only compressed-tensors can be converted."
         )
+    if _is_dense(table.get("sparsity_config")):
+        table = {**table, "sparsity_config": None}
     _check_fields("quantization_config", table, _CONFIG_FIELDS)
     if table.get("format") != "pack-quantized":
         raise UnsupportedError(
@@ -108,6 +116,15 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
             " scales can be converted."
         )
     return Quantization(size)
+
+
+def _is_dense(sparsity: Any) -> bool:
+    """Whether a sparsity_config says in so many words that there is none."""
+    return sparsity == "dense" or (
+        isinstance(sparsity, dict)
+        and sparsity.get("format") == "dense"
+        and sparsity.keys() <= _SPARSITY_FIELDS
+    )
 
 
 def find_quantization_config(config: dict[str, Any]) -> dict[str, Any]:

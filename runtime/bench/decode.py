@@ -24,7 +24,7 @@ def bench_decode(
     """Tokens a second, target forwards and committed tokens a forward of `ar`, chains and trees
     of several budgets and of the budget `auto`, what each step's time goes to, and which share of
     the steps `reached` each depth of their draft. Started by torchrun, rank 0's clock counts."""
-    ranks = ranks_from_environment()
+    ranks = ranks_from_environment(output)
     engine = Engine.open(output, drafter, dtype, ranks)
     report = report if ranks.rank == 0 else lambda _: None
     for prompt in prompts:

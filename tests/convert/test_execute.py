@@ -96,6 +96,7 @@ def test_published_files_are_not_written_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("sign", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+@pytest.mark.usefixtures("interruptible")
 def test_interrupted_and_resumed(sign: signal.Signals, tmp_path: Path) -> None:
     """Stopped in the middle of a layer; the same command ends in the same bytes."""
     convert(KIMI_MINI, tmp_path / "whole", tp=2)

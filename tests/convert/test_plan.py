@@ -49,7 +49,7 @@ def test_k26_plan_is_quick_and_small(k26: Path, tmp_path: Path) -> None:
     code = (
         "import sys\n"
         "from kconvert.convert.cli import main as cli\n"
-        "try: cli.main()\n"
+        "try: cli.run()\n"
         "finally:\n"
         "    status = open('/proc/self/status').read()\n"
         "    print(status.split('VmHWM:')[1].split()[0], file=sys.stderr)\n"
@@ -57,16 +57,15 @@ def test_k26_plan_is_quick_and_small(k26: Path, tmp_path: Path) -> None:
         "    assert not heavy, heavy\n"
     )
     command = [sys.executable, "-c", code, "convert", k26, tmp_path / "out", "--tp", "8"]
-    outcome = subprocess.run(
-        [*command, "--dry-run", "--json"], capture_output=True, text=True, check=True
-    )
+    outcome = subprocess.run([*command, "--dry-run", "--json"], capture_output=True, text=True)
+    assert outcome.returncode in (0, 3), outcome.stderr  # 3: no room for 595 GB here
     table = json.loads(outcome.stdout)
     assert table["source_tensors"] == 208_550
     assert table["files"] == 543
     assert len(table["folders"]) == 9
     assert table["bytes_to_read"] == 595_148_192_736
     assert table["disks"][0]["needed"] == table["bytes_to_write"] > 595_000_000_000
-    assert int(outcome.stderr) <= 400_000  # kilobytes
+    assert int(outcome.stderr.split()[-1]) <= 400_000  # kilobytes
     assert not (tmp_path / "out").exists()
 
 

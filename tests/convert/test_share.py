@@ -166,6 +166,8 @@ def test_launchers() -> None:
     batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "3"}  # runs once, for all
     assert share_of_launcher(batch_script) is None
     assert share_of_launcher({"RANK": "", "WORLD_SIZE": ""}) is None
+    with pytest.raises(UnsupportedError, match="RANK=4 and WORLD_SIZE=4 in the environment are no"):
+        share_of_launcher({"RANK": "4", "WORLD_SIZE": "4"})
     for text in ("4/4", "1", "-1/2", "a/b", "0/0"):
         with pytest.raises(UnsupportedError, match="one of N, counted from 0"):
             parse_share(text)

@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 from datetime import timedelta
 from pathlib import Path
 
@@ -27,7 +28,49 @@ def test_smoke_generate_by_torchrun(tmp_path: Path) -> None:
     assert json.loads(outcome)["tokens"] == alone.tokens
 
 
-def test_ranks_that_do_not_meet(monkeypatch) -> None:
+@pytest.mark.parametrize("command", ["smoke-generate", "bench"])
+def test_world_of_another_size_is_refused_at_once(command, tmp_path, kconvert, monkeypatch) -> None:
+    """As in a shell of a launcher's container: nobody is waited for."""
+    convert(KIMI_MINI, tmp_path / "one")
+    convert(KIMI_MINI, tmp_path / "two", tp=2)
+    (tmp_path / "prompts.json").write_text('[{"token_ids": [1]}]')
+    where = {"RANK": "0", "WORLD_SIZE": "8", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in where.items():
+        monkeypatch.setenv(name, value)
+
+    def run(output: str) -> tuple[int, str]:
+        arguments = [tmp_path / output, "--tokens", "1"]
+        if command == "bench":
+            arguments = ["decode", tmp_path / output, tmp_path, tmp_path / "prompts.json"]
+        outcome = kconvert(command, *arguments)
+        return outcome.code, outcome.err.removeprefix(f"kconvert: {tmp_path}/{output} was ")
+
+    said = "converted for {} rank(s), WORLD_SIZE says that 8 were started: start {}"
+    said += " (torchrun --nproc-per-node {}){}, or convert with --tp 8.\n"
+    assert run("one") == (2, said.format(1, 1, 1, ", or alone without WORLD_SIZE"))
+    assert run("two") == (2, said.format(2, 2, 2, ""))
+    monkeypatch.delenv("WORLD_SIZE")
+    assert run("two")[1].startswith("converted for 2 rank(s), 1 was started: start 2")
+
+
+def test_waiting_for_ranks_is_said(monkeypatch, caplog) -> None:
+    def meet(*_: object, **__: object) -> None:
+        time.sleep(0.3)
+        raise RuntimeError("nobody came")
+
+    monkeypatch.setattr("torch.distributed.init_process_group", meet)
+    monkeypatch.setattr(ranks, "_PATIENCE", 0.05)
+    for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UnavailableError, match="nobody came"):
+        ranks._groups(3, 3)
+    assert caplog.messages == [
+        "waiting up to 5 min at 127.0.0.1:9 for all 3 ranks, as WORLD_SIZE says"
+    ]
+
+
+def test_ranks_that_do_not_meet(monkeypatch, tmp_path) -> None:
+    convert(KIMI_MINI, tmp_path / "blobs", tp=2)
     monkeypatch.setattr(ranks, "MEETING", timedelta(seconds=1))
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -36,7 +79,7 @@ def test_ranks_that_do_not_meet(monkeypatch) -> None:
     for name, value in where.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(UnavailableError, match=f"2 ranks could not meet at 127.0.0.1:{port}"):
-        ranks.ranks_from_environment()
+        ranks.ranks_from_environment(tmp_path / "blobs")
 
 
 def test_a_rank_left_alone(monkeypatch) -> None:

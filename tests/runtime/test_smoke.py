@@ -176,7 +176,7 @@ def test_damaged_text_files(file, content, words: str, tmp_path: Path, kconvert)
         (["--tokens", "1", "--budget", "9" * 5000], "neither auto nor a number"),
         (["--tokens", "1", "--mode", "chain"], "needs a drafter"),
         (["--tokens", "1", "--budget", "many"], "neither auto nor a number"),
-        (["--tokens", "1", "--dtype", "int8"], "dtype 'int8'"),
+        (["--tokens", "1", "--dtype", "int8"], "'int8' is not one of 'float32', 'bfloat16'"),
         (["--tokens", "1", "--temperature", "-1"], "temperature -1"),
         (["--tokens", "1", "--drafter", KIMI_MINI], "drafter"),
     ],

@@ -10,7 +10,7 @@ from kconvert.runtime.distributed import ranks_from_environment
 from kconvert.runtime.engine import Engine
 
 blobs, out, dtype = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-ranks = ranks_from_environment()
+ranks = ranks_from_environment(blobs)
 engine = Engine.open(blobs, dtype=dtype, ranks=ranks)
 truth = engine.generate(PROMPT, NEW, keep_logits=True)
 same, forwards = [], {}

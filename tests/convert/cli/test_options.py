@@ -16,7 +16,7 @@ from kit import KIMI_MINI
         (["--tp", 16, "--ep", 16], ["8 experts do not divide over ep 16", "--tp 16 --ep 4"]),
         (["--tp", 0], ["1 to 10,000"]),
         (["--tp", 100_000_000], ["1 to 10,000"]),
-        (["--layout", "awq"], ["'awq'", "marlin, w4a16"]),
+        (["--layout", "awq"], ["'awq' is not one of 'marlin', 'w4a16'"]),
         (["--layers", "7"], ["--layers 7", "0 to 2"]),
         (["--tp", 2, "--ranks", "2"], ["--ranks 2", "0 to 1"]),
     ],

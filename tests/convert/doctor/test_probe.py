@@ -139,12 +139,13 @@ def test_disk_speed_leaves_nothing_behind(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_disk_without_o_direct(tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("answer", [errno.EINVAL, errno.EOPNOTSUPP])
+def test_disk_without_o_direct(answer: int, tmp_path: Path, monkeypatch) -> None:
     real = os.open
 
     def refusing(path, flags, *rest):
         if flags & os.O_DIRECT:
-            raise OSError(errno.EINVAL, "Invalid argument")
+            raise OSError(answer, os.strerror(answer))
         return real(path, flags, *rest)
 
     monkeypatch.setattr(os, "open", refusing)

@@ -287,6 +287,8 @@ def test_endpoints_that_are_none(endpoint, words, command, tmp_path) -> None:
         ([REPO, "--revision", "nope"], 2, "no such revision; check --revision"),
         (["nothing-here"], 2, "neither a folder here nor the name of a repository"),
         ([KIMI_MINI, "--revision", "main"], 2, "--revision, --cache-dir and --keep-shards are for"),
+        ([f"{REPO}@nope"], 2, "no such revision"),
+        ([f"{REPO}@main", "--revision", "v2"], 2, "are two revisions: give one"),
     ],
 )
 def test_refused(arguments, code, words, command, tmp_path) -> None:
@@ -320,9 +322,59 @@ def test_corruption_that_does_not_end(hub, command, tmp_path) -> None:
     ended = command("convert", REPO, tmp_path / "out", "--tp", 2)
     assert ended.code == 3
     sha = hashlib.sha256((KIMI_MINI / shard).read_bytes()).hexdigest()
-    assert f"{shard}: content {sha} expected" in ended.err and "5 times" in ended.err
+    assert f"{shard}: content {sha} expected" in ended.err
+    assert "twice the same: the Hub's copy is damaged" in ended.err and "network" not in ended.err
+    fetched = [r for r in hub.requests if (r.kind, r.path, r.range) == ("cdn", shard, None)]
+    assert len(fetched) == 2
     assert not list((tmp_path / "out").rglob("layer-00002.safetensors"))
     assert list((tmp_path / "out").rglob("layer-00001.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("fault", "code", "words"),
+    [
+        (Fault("status", status=404), 3, "127.0.0.1 answered 404, it does not have that"),
+        (Fault("status", status=410), 3, "127.0.0.1 answered 410, it does not have that"),
+    ],
+)
+def test_an_answer_that_stays_is_not_the_network(fault, code, words, hub, command, tmp_path):
+    for kind, path in (("api", None), ("cdn", "model-00003-of-000006.safetensors")):
+        hub.faults = always(fault, kind=kind, path=path)
+        hub.requests.clear()
+        ended = command("convert", REPO, tmp_path / kind)
+        assert ended.code == code and ended.err.count("\n") == 1
+        assert words in ended.err and "network" not in ended.err
+        assert sum(r.fault is not None for r in hub.requests) == 1
+
+
+def test_names_and_addresses_of_a_repository(hub, command, tmp_path, blobs_of_folder) -> None:
+    hub.repos[REPO].commit(KIMI_MINI, branch="v2")
+    v2 = hub.repos[REPO].branches["v2"]
+    for source in (f"{REPO}@v2", f"{hub.url}/{REPO}/tree/v2"):
+        ended = command("convert", source, tmp_path / "out", "--tp", 2, "--json")
+        assert ended.code == 0, ended.err
+        assert json.loads(ended.out)["commit"] == v2
+    assert data_of(tree(tmp_path / "out")) == data_of(blobs_of_folder)
+
+
+def test_a_revision_in_the_name_is_recorded(hub, command, tmp_path) -> None:
+    """A branch that moves between two runs changes nothing, as with --revision."""
+    hub.repos[REPO].commit(KIMI_MINI, branch="v2")
+    begun, out = hub.repos[REPO].branches["v2"], tmp_path / "out"
+    assert command("convert", f"{REPO}@v2", out, "--tp", 2, "--layers", "1").code == 0
+    hub.repos[REPO].commit(KIMI_MINI, branch="v2")
+    ended = command("convert", f"https://huggingface.co/{REPO}/tree/v2", out, "--tp", 2, "--json")
+    assert ended.code == 0, ended.err
+    assert json.loads(ended.out)["commit"] == begun != hub.repos[REPO].branches["v2"]
+
+
+def test_inspect_of_a_repository(hub, command) -> None:
+    table = json.loads(command("inspect", f"{REPO}@main", "--json").out)
+    assert (table["kind"], table["repo"]) == ("checkpoint on the Hub", REPO)
+    assert (table["tensors"], table["routed_experts"]) == (204, 8)
+    assert shards_sent(hub) == {}
+    missing = command("inspect", "org/none")
+    assert missing.code == 2 and "the Hub has no such repository" in missing.err
 
 
 def test_a_broken_download_goes_on_where_it_was(hub, command, tmp_path) -> None:

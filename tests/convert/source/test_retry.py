@@ -1,8 +1,10 @@
 """What is tried again, how often, and with which pauses."""
 
+import httpx2
 import pytest
+from huggingface_hub.errors import HfHubHTTPError
 
-from kconvert.convert.source.retry import Patience, TransferError
+from kconvert.convert.source.retry import ContentError, Patience, TransferError
 from kconvert.layouts.errors import CheckpointError, UnavailableError
 
 
@@ -33,6 +35,41 @@ def test_progress_counts_anew() -> None:
     pauses: list[float] = []
     assert Patience(4, pauses.append)("it", call, lambda: got[0]) == 57
     assert set(pauses) == {1, 2, 4}
+
+
+def test_the_same_wrong_content_twice_is_final() -> None:
+    """It need not come twice in a row: it was no accident of the transfer."""
+    contents = iter(["a", "b", "a", "c"])
+
+    def call(_: int) -> None:
+        raise ContentError("right", next(contents))
+
+    with pytest.raises(UnavailableError, match="found, twice the same: the Hub's copy is damaged"):
+        Patience(5, lambda _: None)("it", call)
+    assert list(contents) == ["c"]
+
+
+@pytest.mark.parametrize(
+    ("status", "calls", "words"),
+    [
+        (404, 1, "hub.example answered 404, it does not have that"),
+        (400, 1, "hub.example answered 400"),
+        (429, 3, "wait for some minutes, or set HF_TOKEN"),
+        (503, 3, "answered 503, 3 times; wait until that server is well again"),
+    ],
+)
+def test_what_an_answer_advises(status: int, calls: int, words: str) -> None:
+    numbers = []
+
+    def call(number: int) -> None:
+        numbers.append(number)
+        request = httpx2.Request("GET", "https://hub.example/x")
+        raise HfHubHTTPError("no", response=httpx2.Response(status, request=request))
+
+    with pytest.raises(UnavailableError) as caught:
+        Patience(3, lambda _: None)("it", call)
+    assert words in str(caught.value) and "network" not in str(caught.value)
+    assert len(numbers) == calls
 
 
 def test_what_is_final_is_not_tried_again() -> None:

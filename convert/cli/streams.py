@@ -1,0 +1,47 @@
+"""Standard streams that are closed, or whose reader goes away: neither changes what a command does
+nor its exit code."""
+
+import io
+import os
+import sys
+from typing import Any
+
+
+class _Stream(io.FileIO):
+    """The descriptor of a standard stream. What a reader does not want any more is dropped; so is
+    all that cannot be written to stderr, as nobody could be told."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if not isinstance(error, BrokenPipeError) and self.fileno() != 2:
+                error.filename = "standard output"
+                raise
+            return memoryview(data).nbytes
+
+
+def hold_streams() -> None:
+    """Put streams in the place of stdin, stdout and stderr that cannot fail for want of a reader.
+
+    A closed one becomes /dev/null: else the next file that is opened would have its number, and a
+    library that prints would write into a blob.
+    """
+    for fd in range(3):
+        try:
+            os.fstat(fd)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)
+            if null != fd:
+                os.dup2(null, fd)
+                os.close(null)
+    for fd, name in (1, "stdout"), (2, "stderr"):
+        old = getattr(sys, name)
+        new = io.TextIOWrapper(
+            io.BufferedWriter(_Stream(fd, "w", closefd=False)),
+            encoding=old.encoding if old else "utf-8",
+            line_buffering=fd == 2 or bool(old and (old.line_buffering or old.write_through)),
+        )
+        setattr(sys, name, new)
+    if sys.stdin is None:
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115 (as long as the process)
