@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kconvert.convert.execute import memory_bound
 from kconvert.convert.output import publish, state
+from kconvert.convert.output.disk import read_file
 from kconvert.convert.output.outline import Outline, read_outline
 from kconvert.convert.output.state import OutputState
 from kconvert.convert.plan import Plan, Target, make_plan
@@ -170,7 +171,7 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
         )
     if options.share:
         plan = plan.share(options.share)
-    small = {name: opened.path(name).read_bytes() for name in checkpoint.small_files}
+    small = {name: read_file(opened.path(name)) for name in checkpoint.small_files}
     return with_current_state(
         Prepared(
             source=opened,
