@@ -109,7 +109,8 @@ def finish(output: Path) -> Manifest:
     Raises OutputError where something is wanting, UnavailableError where a run is at work.
     """
     before = _manifest_there(output)
-    if before is not None and before.complete:
+    begun = (output / WORK_FOLDER / OUTLINE_NAME).exists()  # a run that did not end
+    if before is not None and before.complete and not begun:
         return before
     outline = read_outline(output)
     with publish.working_in(publish.Workspace(output)) as workspace:

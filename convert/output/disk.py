@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# What a file system answers that lacks something: FUSE, CIFS and other network ones.
+# How file systems say that they lack something (FUSE, CIFS and other network ones).
 UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 

@@ -214,6 +214,7 @@ WHOLE = Command("A", TARGETS[0])
     [WHOLE._replace(text_only=True), WHOLE._replace(source="B", layers=(1,), overwrite=True)], False
 )
 @example([WHOLE._replace(source="B", layers=(2,)), WHOLE._replace(source="D")], False)
+@example([WHOLE._replace(text_only=True), WHOLE._replace(killed_at=19)], False)
 @example([WHOLE, WHOLE._replace(source="C"), WHOLE._replace(source="C", overwrite=True)], True)
 def test_any_sequence(world: World, sequence: list[Command], foreign: bool) -> None:
     go(world, sequence, foreign)
