@@ -10,6 +10,7 @@ from pathlib import Path
 
 from kconvert.convert.execute import memory_bound
 from kconvert.convert.output import publish, state
+from kconvert.convert.output.disk import read_file
 from kconvert.convert.output.outline import Outline, read_outline
 from kconvert.convert.output.state import OutputState
 from kconvert.convert.plan import Plan, Target, make_plan
@@ -210,7 +211,7 @@ def _small_files(source: Source) -> dict[str, bytes]:
     """The small files' contents. Raises CheckpointError where one only stands for another."""
     contents = {}
     for name in source.checkpoint.small_files:
-        contents[name] = source.path(name).read_bytes()
+        contents[name] = read_file(source.path(name))
         refuse_lfs_pointer(name, contents[name])
     return contents
 

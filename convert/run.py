@@ -29,6 +29,7 @@ class Conversion:
     bytes_written: int
     complete: bool
     replaced: dict[str, int]  # --overwrite: bytes of the files that were there, by path
+    foreign: tuple[str, ...]  # what no conversion has made and was left alone
     trusted: tuple[str, ...]  # published files that could not be compared: their shards are gone
     ignored: tuple[str, ...]  # sentences on what the source has and nobody reads
     warnings: tuple[str, ...]  # sentences on what may be wrong with it
@@ -61,8 +62,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         if last or (workspace.share and workspace.share.index == 0):
             for name, content in prepared.small_files.items():
                 publish.write_file(workspace, name, content)
-        written = {file.path for file in rest.files} | prepared.small_files.keys()
-        publish.remove(workspace, replaced.keys() - written)
+        publish.remove(workspace, outline.former)
         manifest = outline.manifest(output) if last else None
         if manifest:
             _write_manifest(workspace, manifest)
@@ -75,6 +75,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         bytes_written=sum(file.nbytes for file in rest.files),
         complete=manifest is not None and manifest.complete,
         replaced=replaced,
+        foreign=prepared.state.foreign,
         trusted=tuple(sorted(prepared.state.trusted)),
         ignored=prepared.ignored,
         warnings=(*prepared.warnings, *done.warnings),
@@ -89,10 +90,21 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
 
 
 def _outline(prepared: Prepared) -> Outline:
-    """Vision may also be wanting because an earlier run was told to leave it out."""
-    before, outline = _manifest_there(prepared.output), prepared.outline
-    text_only = outline.text_only or (before is not None and before.text_only)
-    return replace(outline, text_only=text_only)
+    """With what is to be removed: it must be known after an interruption too, when the manifest
+    that tells of it is gone. And vision may also be wanting because it was left out of what is
+    complete without it."""
+    before, outline, replaced = (
+        _manifest_there(prepared.output),
+        prepared.outline,
+        prepared.replaced,
+    )
+    complete_before = before is not None and before.complete and before.text_only and not replaced
+    written = {file.path for file in prepared.rest.files} | prepared.small_files.keys()
+    return replace(
+        outline,
+        text_only=outline.text_only or complete_before,
+        former=tuple(sorted(replaced.keys() - written)),
+    )
 
 
 def finish(output: Path) -> Manifest:
@@ -101,10 +113,17 @@ def finish(output: Path) -> Manifest:
     Raises OutputError where something is wanting, UnavailableError where a run is at work.
     """
     before = _manifest_there(output)
-    if before is not None and before.complete:
+    begun = (output / WORK_FOLDER / OUTLINE_NAME).exists()  # a run that did not end
+    if before is not None and before.complete and not begun:
         return before
     outline = read_outline(output)
     with publish.working_in(publish.Workspace(output)) as workspace:
+        left = [name for name in outline.former if (output / name).exists()]
+        if left:
+            raise OutputError(
+                f"{output} still holds {left[0]} of an earlier conversion: run the conversion that"
+                " was to replace it once more."
+            )
         missing = [*outline.missing_blobs(output), *outline.missing_small_files(output)]
         if missing:
             raise OutputError(
@@ -119,12 +138,21 @@ def finish(output: Path) -> Manifest:
 
 def _leave_outline(workspace: publish.OwnedWorkspace, outline: Outline) -> None:
     path = workspace.output / WORK_FOLDER / OUTLINE_NAME
-    if workspace.share and path.exists() and path.read_bytes() != outline.encode():
+    if (
+        workspace.share
+        and path.exists()
+        and _same(read_outline(workspace.output)) != _same(outline)
+    ):
         raise OutputError(
             f"{path} is of a conversion from another source or with other options: give all shares"
             " the same command, or delete that file."
         )
     publish.write_file(workspace, f"{WORK_FOLDER}/{OUTLINE_NAME}", outline.encode())
+
+
+def _same(outline: Outline) -> Outline:
+    """What all shares have in common; there is nothing left of what was before them."""
+    return replace(outline, former=())
 
 
 def _write_manifest(workspace: publish.OwnedWorkspace, manifest: Manifest) -> None:

@@ -47,6 +47,7 @@ def plan_table(prepared: "Prepared") -> dict[str, Any]:
         "published_files": len(plan.files) - len(rest.files),
         "replaced": prepared.replaced,
         "trusted": sorted(prepared.state.trusted),
+        "foreign": list(prepared.state.foreign),
         "workers": prepared.workers,
         "buffer_bytes": memory_bound(plan, prepared.workers),
         "repo": prepared.source.name,
@@ -153,6 +154,12 @@ def _notes(table: dict[str, Any]) -> list[str]:
     if table["trusted"]:
         count = len(table["trusted"])
         notes.append(f"not compared, as their shards are not here: {count} published blobs")
+    if table["foreign"]:
+        some, more = table["foreign"][:3], len(table["foreign"][3:])
+        notes.append(
+            f"left alone, as no conversion made it: {', '.join(some)}"
+            + (f" and {more} more" if more else "")
+        )
     if table["left_out"]:
         notes.append(f"left out: {groups_text(table['left_out'])}")
     return notes

@@ -6,16 +6,18 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-# What a file system answers that lacks something: FUSE, CIFS and other network ones.
+# How file systems say that they lack something (FUSE, CIFS and other network ones).
 UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Errors on an open file do not say which: add its name."""
+    """The system's errors on an open file do not say which: add its name."""
     try:
         yield
     except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
         raise OSError(error.errno, error.strerror, str(path)) from None
 
 

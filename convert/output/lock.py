@@ -31,7 +31,7 @@ from kconvert.convert.share import Share
 from kconvert.layouts.errors import UnavailableError, one_line
 
 OWNER_NAME = "owner"
-LOG_NAME = "runs.jsonl"  # of all runs; it stays, and so is what is locked to look at owner files
+LOG_NAME = "runs.jsonl"  # never deleted, so that its lock can guard the owner files
 _log = logging.getLogger(__name__)
 
 

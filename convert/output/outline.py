@@ -6,12 +6,14 @@ began. The same source and options give the same bytes, whichever share wrote th
 
 import json
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
 from kconvert.layouts.errors import OutputError
-from kconvert.layouts.manifest import WORK_FOLDER, FileEntry, Manifest
+from kconvert.layouts.manifest import WORK_FOLDER, FileEntry, Manifest, read_manifest
 from kconvert.layouts.model import VISION
 
 OUTLINE_NAME = "outline.json"
@@ -31,6 +33,7 @@ class Outline:
     revision: str | None  # as it was asked for
     blobs: dict[str, str | None]  # path → fingerprint; None where its shards were not here
     small_files: dict[str, str]  # name → digest
+    former: tuple[str, ...] = ()  # files of an earlier conversion that --overwrite removes at last
 
     def encode(self) -> bytes:
         """As it lies in the work folder."""
@@ -80,6 +83,32 @@ class Outline:
         return _missing(output, self.small_files.keys())
 
 
+class Earlier(NamedTuple):
+    """What manifest and outline tell of the conversions that an output has seen."""
+
+    small_files: frozenset[str]  # their names
+    fingerprints: dict[str, str]  # of blobs, by path, as far as they are known
+
+
+def read_earlier(output: Path) -> Earlier:
+    """What conversions have left in `output`, finished or not; nothing where there were none."""
+    names: set[str] = set()
+    fingerprints: dict[str, str | None] = {}
+    with suppress(OutputError):
+        files = read_manifest(output).files
+        names |= {name for name, entry in files.items() if entry.fingerprint is None}
+        fingerprints |= {name: entry.fingerprint for name, entry in files.items()}
+    with suppress(OutputError):
+        outline = read_outline(output)
+        names |= outline.small_files.keys() | set(outline.former)
+        fingerprints |= {name: found for name, found in outline.blobs.items() if found}
+    return Earlier(
+        # Small files lie at the top: nothing that a file says may reach further.
+        frozenset(name for name in names if "/" not in name and name not in ("", ".", "..")),
+        {name: found for name, found in fingerprints.items() if found},
+    )
+
+
 def _missing(output: Path, names: Collection[str]) -> list[str]:
     return sorted(name for name in names if not (output / name).is_file())
 
@@ -88,11 +117,12 @@ def read_outline(output: Path) -> Outline:
     """What runs left in `output`; OutputError where none did."""
     path = output / WORK_FOLDER / OUTLINE_NAME
     try:
-        outline = Outline(**json.loads(path.read_bytes()))
+        table = json.loads(path.read_bytes())
+        outline = Outline(**{**table, "former": tuple(table.get("former", ()))})
         if not isinstance(outline.blobs, dict) or not isinstance(outline.small_files, dict):
             raise TypeError
         return outline
-    except (OSError, TypeError, ValueError):
+    except (AttributeError, OSError, TypeError, ValueError):
         raise OutputError(
             f"{output} has no readable {WORK_FOLDER}/{OUTLINE_NAME}: no `kconvert convert` began"
             " there; run one."

@@ -81,7 +81,7 @@ def working_in(workspace: Workspace) -> Iterator[OwnedWorkspace]:
     sync_folder(workspace.output)
     with owned(workspace.output / WORK_FOLDER, workspace.share) as owner:
         _clear(workspace, f"*{_PARTIAL}", f"{PROBE}{workspace.name}*")
-        _clear_shares(workspace)
+        _clear_others(workspace)
         mine = OwnedWorkspace(workspace.output, workspace.share, owner=owner)
         started, outcome = time.time(), "done"
         try:
@@ -125,14 +125,16 @@ def _clear(workspace: Workspace, partials: str, probes: str) -> None:
                     emptied.rmdir()
 
 
-def _clear_shares(workspace: Workspace) -> None:
-    """Delete what shares of another count have left, or any where this run is no share. None of
-    those is at work: the owner files say so."""
+def _clear_others(workspace: Workspace) -> None:
+    """Delete what runs have left that cannot work beside this one: shares of another count, or any
+    where this run is none, and runs that were no share. The owner files say that none lives."""
     siblings = f"-of-{workspace.share.count}" if workspace.share else ""
     for folder in _folders(workspace):
         for path in (folder / WORK_FOLDER).glob("share-*-of-*"):
             if not (siblings and path.name.endswith(siblings)):
                 shutil.rmtree(path)
+        for path in (*(folder / WORK_FOLDER).glob(f"*{_PARTIAL}"), *folder.glob(f"{PROBE}.*")):
+            path.unlink(missing_ok=True)
         if folder != workspace.output:
             with contextlib.suppress(OSError):
                 (folder / WORK_FOLDER).rmdir()

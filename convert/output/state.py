@@ -2,15 +2,18 @@
 
 import contextlib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from kconvert.convert.output.disk import read_file
+from kconvert.convert.output.outline import Earlier, read_earlier
+from kconvert.convert.output.publish import PROBE
 from kconvert.convert.plan import Plan, PlannedFile
 from kconvert.layouts.blob import COMMON_FOLDER, read_blob
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
-from kconvert.layouts.manifest import MANIFEST_NAME
+from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER
 from kconvert.layouts.model import layer_numbers, ranges
 
 
@@ -28,34 +31,80 @@ class OutputState(NamedTuple):
     published: frozenset[str]  # paths of planned files that are there, whole, of this content
     trusted: frozenset[str]  # of files whose shards are not here, so that nothing more is known
     conflicts: tuple[Conflict, ...]
+    foreign: tuple[str, ...]  # paths of what no conversion has made: left alone
 
 
-EMPTY = OutputState(frozenset(), frozenset(), ())
+EMPTY = OutputState(frozenset(), frozenset(), (), ())
 
 
 def read_state(output: Path, plan: Plan, small_files: dict[str, bytes]) -> OutputState:
     """Compare the folder `output` (which need not exist) with `plan` and the small files."""
     published: set[str] = set()
-    trusted: set[str] = set()
+    trusted: dict[str, str] = {}  # path → fingerprint
     conflicts: list[Conflict] = []
+    earlier = read_earlier(output)
     planned = {file.path: file for file in (*plan.files, *plan.others)}
     for path in blob_paths(output):
         name = path.relative_to(output).as_posix()
-        conflict = _compare(path, planned.get(name), name in plan.expected, plan)
-        if conflict is not None:
-            conflicts.append(conflict)
+        outcome = _compare(path, planned.get(name), name in plan.expected, plan)
+        if isinstance(outcome, Conflict):
+            conflicts.append(outcome)
+        elif name in planned:
+            published.add(name)
         else:
-            (published if name in planned else trusted).add(name)
+            trusted[name] = outcome
+    for name in _of_others(trusted, planned, earlier):
+        text = "was not made from this source, as far as can be told: its shards are missing"
+        conflicts.append(Conflict(output / name, text, False))
+        del trusted[name]
     for name, content in small_files.items():
         path = output / name
-        if path.exists() and not (path.is_file() and path.read_bytes() == content):
+        if path.exists() and not (path.is_file() and read_file(path) == content):
             conflicts.append(Conflict(path, "differs from the source's", path.is_file()))
+    for name in sorted(earlier.small_files - small_files.keys()):
+        if (output / name).is_file():
+            text = "is a small file of an earlier conversion, which this source has not"
+            conflicts.append(Conflict(output / name, text, True))
     for path in [*output.glob("*.safetensors"), output / INDEX_NAME]:
         if path.exists():
             conflicts.append(Conflict(path, "is part of another checkpoint", False))
     if (output / MANIFEST_NAME).is_dir():
         conflicts.append(Conflict(output / MANIFEST_NAME, "is a folder", False))
-    return OutputState(frozenset(published), frozenset(trusted), tuple(conflicts))
+    ours = small_files.keys() | earlier.small_files
+    return OutputState(
+        published=frozenset(published),
+        trusted=frozenset(trusted),
+        conflicts=tuple(conflicts),
+        foreign=tuple(_foreign(output, ours)),
+    )
+
+
+def _of_others(
+    trusted: dict[str, str], planned: dict[str, PlannedFile], earlier: Earlier
+) -> list[str]:
+    """Those of the blobs whose shards are missing that must not be taken for this source's: of
+    another fingerprint than was to be expected there, or all where the output was begun from
+    another source. What is common is in every conversion of a model."""
+    known = earlier.fingerprints
+    if any(
+        file.info.fingerprint != known.get(path, file.info.fingerprint)
+        for path, file in planned.items()
+        if file.rank is None
+    ):
+        return list(trusted)
+    return [name for name, found in trusted.items() if found != known.get(name, found)]
+
+
+def _foreign(output: Path, ours: Collection[str]) -> Iterator[str]:
+    """What no conversion has made; of a folder its name alone."""
+    folders = [output / COMMON_FOLDER, *sorted(output.glob("rank-*-of-*"))]
+    ours = {*ours, MANIFEST_NAME, *(folder.name for folder in folders)}
+    for folder in (output, *folders):
+        for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+            blob = folder != output and path.suffix == ".safetensors"
+            known = blob or (folder == output and path.name in ours)
+            if not known and path.name != WORK_FOLDER and not path.name.startswith(PROBE):
+                yield path.relative_to(output).as_posix()
 
 
 def refuse_missing(plan: Plan, state: OutputState) -> None:
@@ -114,8 +163,8 @@ def commit_of_blobs(output: Path, repo: str) -> str | None:
     return None
 
 
-def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -> Conflict | None:
-    """Why the blob at `path` is not one of this output, or None."""
+def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -> Conflict | str:
+    """Why the blob at `path` is not one of this output, or its fingerprint."""
     try:
         _, info = read_blob(path)
     except OutputError:
@@ -136,9 +185,10 @@ def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -
         return Conflict(path, text, True)
     if (info.repo, info.commit) != (target.repo, target.commit):
         return Conflict(path, f"was made from {_origin(info.repo, info.commit)}", True)
-    if file is None and not expected:
-        return Conflict(path, "is not a file of this conversion", True)
-    return None
+    if not expected:
+        text = "would be left out by --text-only" if file else "is not a file of this conversion"
+        return Conflict(path, text, True)
+    return info.fingerprint
 
 
 def _origin(repo: str | None, commit: str | None) -> str:

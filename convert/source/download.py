@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from tqdm import tqdm
 
+from kconvert.convert.output.disk import naming
 from kconvert.convert.progress import Meter
 from kconvert.convert.source.protocol import INCOMING, WINDOW
 from kconvert.convert.source.repo import Repo
@@ -164,7 +165,7 @@ class Arrivals:
             path = first if number == 0 else self._download(shard, again=True)
             self._stamps[shard] = _stamp(path)
             try:
-                with self._meter.busy("check", self._shards[shard].size):
+                with self._meter.busy("check", self._shards[shard].size), naming(path):
                     self._repo.check(shard, path, self._go_on)
             except TransferError as error:
                 if self._repo.offline:

@@ -253,9 +253,15 @@ def test_text_only_leaves_vision_out(tmp_path: Path) -> None:
     assert not (tmp_path / "out/common/vision.safetensors").exists()
     assert json.loads((tmp_path / "out/kconvert.json").read_text())["text_only"] is True
     assert convert(KIMI_MINI, tmp_path / "out", tp=2).files_written == 1
-    assert convert(KIMI_MINI, tmp_path / "out", tp=2, text_only=True).files_kept == 8
-    assert json.loads((tmp_path / "out/kconvert.json").read_text())["text_only"] is False
     assert validate(tmp_path / "out", KIMI_MINI).ok
+    before = tree(tmp_path / "out")
+    with pytest.raises(OutputError, match=r"vision\.safetensors would be left out by --text-only"):
+        convert(KIMI_MINI, tmp_path / "out", tp=2, text_only=True)
+    assert tree(tmp_path / "out") == before
+    again = convert(KIMI_MINI, tmp_path / "out", tp=2, text_only=True, overwrite=True)
+    assert again.replaced.keys() == {"common/vision.safetensors"} and again.files_kept == 8
+    convert(KIMI_MINI, tmp_path / "fresh", tp=2, text_only=True)
+    assert tree(tmp_path / "out") == tree(tmp_path / "fresh")
 
 
 def test_text_only_stays_complete(tmp_path: Path) -> None:

@@ -393,3 +393,14 @@ def test_temporary_names_hold_the_token(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(os, "rename", rename)
     convert(KIMI_MINI, tmp_path / "out")
     assert seen and all(token in name for name, token in seen)
+
+
+@pytest.mark.parametrize("left", ["", "share-0-of-2/", "share-1-of-3/"])
+@pytest.mark.parametrize("share", ["0/1", "0/2"])
+def test_whoever_takes_over_clears_what_could_still_be_renamed(left, share, work, kconvert) -> None:
+    """Whatever kind of run the former owner was."""
+    partial = work / left / "a.0123456789abcdef.partial"
+    partial.parent.mkdir(exist_ok=True)
+    partial.touch()
+    assert kconvert("convert", KIMI_MINI, work.parent, "--share", share).code == 0
+    assert not partial.exists()
