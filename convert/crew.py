@@ -32,9 +32,10 @@ _FAREWELL = 5.0  # seconds
 
 
 class JobFiles(NamedTuple):
-    """Where a job's files lie: those being written by their paths in the plan, and its shards."""
+    """Where a job's files lie: those being written under their temporary and their final names, by
+    their paths in the plan; and its shards."""
 
-    staged: dict[str, Path]
+    blobs: dict[str, tuple[Path, Path]]
     shards: dict[str, Path]
 
 
@@ -67,7 +68,7 @@ class Worker:
             if job not in self._jobs:
                 self._shards.update(files.shards)
                 planned = self._plan.jobs[job]
-                staged = [StagedFile(files.staged[file.path], file) for file in planned.files]
+                staged = [StagedFile(*files.blobs[file.path], file) for file in planned.files]
                 self._jobs[job] = list(self._packer.tasks(planned, staged)), staged
             tasks, _ = self._jobs[job]
         return tasks[number]()

@@ -98,7 +98,7 @@ def execute(
                 blobs = [BlobWriter(workspace, file) for file in job.files]
                 writers = [writer for writer in writers if not writer.closed] + blobs
                 files = JobFiles(
-                    {blob.planned.path: blob.staged for blob in blobs},
+                    {blob.planned.path: (blob.staged, blob.final) for blob in blobs},
                     {shard: shards.path(shard) for shard in job.shards},
                 )
                 tasks = [pool.submit(work, i, n, files) for n in range(task_count(job))]

@@ -32,13 +32,14 @@ class Piece(NamedTuple):
 
 
 class StagedFile:
-    """A file that is being written, opened by its temporary name. Threads may write at once."""
+    """A file that is being written, opened by its temporary name; errors tell of its final one.
+    Threads may write at once."""
 
-    def __init__(self, path: Path, planned: PlannedFile) -> None:
-        self.planned, self._path = planned, path
-        with naming(path):
-            self._fd = os.open(path, os.O_WRONLY)
-            self._direct = _open_direct(path)
+    def __init__(self, staged: Path, final: Path, planned: PlannedFile) -> None:
+        self.planned, self._final = planned, final
+        with naming(final):
+            self._fd = os.open(staged, os.O_WRONLY)
+            self._direct = _open_direct(staged)
 
     def write_expert(self, tensor: BlobTensor, index: int, data: memoryview) -> Piece:
         """Write local expert `index` of a stacked tensor; `data` is its bytes, contiguous."""
@@ -62,7 +63,7 @@ class StagedFile:
 
     def _write(self, tensor: BlobTensor, at: int, data: memoryview) -> None:
         start = self.planned.header_bytes + tensor.offset + at
-        with naming(self._path):
+        with naming(self._final):
             if self._direct is not None and start % PAGE == 0 and len(data) % PAGE == 0:
                 try:
                     _pwrite(self._direct, data, start)
@@ -79,12 +80,12 @@ class BlobWriter:
     def __init__(self, workspace: OwnedWorkspace, planned: PlannedFile) -> None:
         self.planned = planned
         self._workspace = workspace
-        self._final = workspace.output / planned.path
+        self.final = workspace.output / planned.path
         self.staged = staging_path(workspace, planned.path)
         self._digests, self._expert_digests = blank_digests(planned.blob_tensors)
         self._written = 0
         self._fd = os.open(self.staged, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666)
-        with naming(self._final):
+        with naming(self.final):
             os.ftruncate(self._fd, planned.nbytes)
 
     def take(self, piece: Piece) -> None:
@@ -115,10 +116,10 @@ class BlobWriter:
         info = replace(
             self.planned.info, digests=self._digests, expert_digests=self._expert_digests
         )
-        with naming(self._final):
+        with naming(self.final):
             _pwrite(self._fd, memoryview(encode_header(self.planned.blob_tensors, info)), 0)
             os.fsync(self._fd)
-        publish(self._workspace, self.staged, self._final)
+        publish(self._workspace, self.staged, self.final)
         self.close()
 
     @property

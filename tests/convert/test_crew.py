@@ -134,7 +134,7 @@ def test_shards_are_given_up_with_their_jobs(tmp_path: Path) -> None:
     def begin(index: int) -> None:
         job = prepared.plan.jobs[index]
         files = crew.JobFiles(
-            {file.path: staged[file.path] for file in job.files},
+            {file.path: (staged[file.path], tmp_path / file.path) for file in job.files},
             {shard: source / shard for shard in job.shards},
         )
         worker.do(index, 0, files, (index - 1, index, index + 1))
