@@ -233,7 +233,7 @@ def test_interrupt_while_waiting(work: Path) -> None:
     sent = time.monotonic()
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
-    assert process.returncode == 130 and err.startswith("kconvert: interrupted; to resume: ")
+    assert process.returncode == 130 and "kconvert: interrupted; to resume: " in err
     assert time.monotonic() - sent < 5
     assert (work / "owner").read_bytes() == before
 
