@@ -18,7 +18,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from kconvert.convert.crew import JobFiles, crew
-from kconvert.convert.oddities import sentences
+from kconvert.convert.oddities import Oddity, sentences
 from kconvert.convert.output.publish import OwnedWorkspace
 from kconvert.convert.output.writer import BlobWriter
 from kconvert.convert.pack import Done, task_count
@@ -51,6 +51,13 @@ class Executed(NamedTuple):
     warnings: tuple[str, ...]
 
 
+class Landed(NamedTuple):
+    """What is kept of a job when its files are published."""
+
+    bytes_read: int
+    oddities: list[Oddity]
+
+
 def execute(
     plan: Plan, source: Source, workspace: OwnedWorkspace, workers: int, meter: Meter
 ) -> Executed:
@@ -60,9 +67,9 @@ def execute(
     be got, OSError as the system gives it; unpublished files are gone then, published ones stay.
     """
     order = [job.shards for job in plan.jobs]
-    under_way: deque[Future[list[Done]]] = deque()
+    under_way: deque[Future[Landed]] = deque()
     writers: list[BlobWriter] = []
-    landed: list[Done] = []
+    landed: list[Landed] = []
     with (
         crew(plan, workers, meter) as hands,
         source.deliveries(order, workspace.work, meter) as shards,
@@ -74,7 +81,7 @@ def execute(
             with meter.busy("work"):
                 return hands.do(index, number, files, (index - 1, index, index + 1))
 
-        def land(index: int, tasks: list[Future[Done]], blobs: list[BlobWriter]) -> list[Done]:
+        def land(index: int, tasks: list[Future[Done]], blobs: list[BlobWriter]) -> Landed:
             """Wait for a job's tasks, and publish its files."""
             done = _results(tasks)
             _check_bytes(plan.jobs[index], done)
@@ -86,14 +93,15 @@ def execute(
                 for blob in blobs:
                     blob.publish()
             shards.release(index, hands.forget)
-            return done
+            odd = [oddity for result in done for oddity in result.oddities]
+            return Landed(plan.jobs[index].source_bytes, odd)
 
         try:
             for i, job in enumerate(plan.jobs):
                 # Where a shard is still to come, a fault must not wait for it.
                 most = _UNDER_WAY if shards.ready(i) else 1
                 while len(under_way) >= most:
-                    landed += under_way.popleft().result()
+                    landed.append(under_way.popleft().result())
                 shards.take(i)
                 blobs = [BlobWriter(workspace, file) for file in job.files]
                 writers = [writer for writer in writers if not writer.closed] + blobs
@@ -104,7 +112,7 @@ def execute(
                 tasks = [pool.submit(work, i, n, files) for n in range(task_count(job))]
                 under_way.append(publisher.submit(land, i, tasks, blobs))
             while under_way:
-                landed += under_way.popleft().result()
+                landed.append(under_way.popleft().result())
         finally:
             # On a failure or an interrupt: no new work, what is whole is still published, and the
             # rest is cleaned up.
@@ -113,8 +121,8 @@ def execute(
             for writer in writers:
                 writer.close()
     return Executed(
-        bytes_read=sum(done.bytes_read for done in landed),
-        warnings=tuple(sentences(oddity for done in landed for oddity in done.oddities)),
+        bytes_read=sum(job.bytes_read for job in landed),
+        warnings=tuple(sentences(oddity for job in landed for oddity in job.oddities)),
     )
 
 

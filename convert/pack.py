@@ -72,9 +72,8 @@ class Packer:
             with self._meter.busy("convert", count // len(owners)):
                 packed = [self._pack(tensor, loaded) for tensor in file.planned.tensors]
             with self._meter.busy("write", sum(map(len, packed))):
-                for tensor, data in zip(file.planned.tensors, packed, strict=True):
-                    piece = file.write_expert(tensor.blob, local, data)
-                    pieces.append((file.planned.path, piece))
+                written = file.write_expert(file.planned.blob_tensors, local, packed)
+            pieces += [(file.planned.path, piece) for piece in written]
         return Done(count, pieces, odd)
 
     def _pack(self, tensor: PlannedTensor, loaded: dict[Any, NDArray[Any]]) -> memoryview:
