@@ -1,0 +1,50 @@
+"""One run of vLLM: load a folder, generate, and say what the parameters are. A process of its own,
+as an engine cannot be unloaded. `python vllm_case.py RESULT.json '{"model": …}'`, the JSON being
+arguments of vllm.LLM."""
+
+import hashlib
+import json
+import sys
+from pathlib import Path
+
+PROMPTS = [[1, 17, 300, 5, 88, 260], [7, 7, 410, 33]]
+
+
+def parameters(model) -> dict[str, str]:
+    """Digest of every parameter, and how often the engine has repacked, on this rank."""
+    import sys
+
+    import torch
+
+    found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        what = f"{tensor.dtype}{list(tensor.shape)}".encode()
+        found[name] = hashlib.sha256(what + data.tobytes()).hexdigest()
+    shim = sys.modules.get("cpu_shim")
+    return {"parameters": found, "repacks": shim.REPACKS[0] if shim else None}
+
+
+def main() -> None:
+    from vllm import LLM, SamplingParams
+    from vllm.inputs import TokensPrompt
+
+    llm = LLM(
+        skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="bfloat16",
+        max_num_seqs=4, seed=0, **json.loads(sys.argv[2]),
+    )  # fmt: skip
+    sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=0, detokenize=False)
+    outcome = [
+        request.outputs[0]
+        for request in llm.generate([TokensPrompt(prompt_token_ids=p) for p in PROMPTS], sampling)
+    ]
+    result = {
+        "tokens": [list(one.token_ids) for one in outcome],
+        "logprobs": [one.cumulative_logprob for one in outcome],
+        "ranks": llm.apply_model(parameters),
+    }
+    Path(sys.argv[1]).write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()
