@@ -2,27 +2,50 @@
 buffers. Imported by the engines' loaders alone: they have torch."""
 
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.sharding import ModelDims
 from kconvert.runtime.plugins.filling import HostMemory, Memory
+from kconvert.runtime.plugins.loading import ExpertLayer
 
 # Bits are moved, never values: numpy has no bfloat16.
 _BITS = {torch.int32: torch.int32, torch.bfloat16: torch.int16, torch.float16: torch.int16,
          torch.float32: torch.int32}  # fmt: skip
 
 
-def memory_of(device: torch.device) -> Memory:
-    """The way into tensors of `device`."""
+def memory_of(layers: Iterable[ExpertLayer]) -> Memory:
+    """The way into the parameters of these layers; UnsupportedError where they are not all on one
+    device, or on one of another kind."""
+    devices = {p.device for layer in layers for p in layer.parameters.values()}
+    if len(devices) > 1:
+        raise UnsupportedError(
+            "the engine keeps some experts in host memory and some on the GPU: start it without"
+            " options that offload weights."
+        )
+    device = devices.pop() if devices else torch.device("cpu")
+    if device.type not in ("cpu", "cuda"):
+        raise UnsupportedError(f"experts on device {device} are not supported, only cpu and cuda.")
     return HostMemory() if device.type == "cpu" else DeviceMemory(device)
 
 
-def as_target(tensor: torch.Tensor) -> Any:
-    """What `memory_of` its device takes for a tensor, which must not require a gradient."""
-    bits = tensor.detach().view(_BITS[tensor.dtype])
+def place(layout: str, layer: ExpertLayer, name: str, shape: tuple[int, ...]) -> Any:
+    """A layer's parameter as a target in the blob's layout and shape, for `loading.fill`.
+
+    `marlin` has as many bytes as the checkpoint's order: the parameter gets its final shape here.
+    """
+    parameter = layer.parameters[name]
+    if layout == "marlin":
+        parameter.data = parameter.data.view(shape)
+    tensor = parameter.detach()
+    if layout != "marlin" and layer.transposed:
+        tensor = tensor.transpose(1, 2)
+    bits = tensor.view(_BITS[tensor.dtype])
     return bits.numpy() if tensor.device.type == "cpu" else bits
 
 
@@ -83,3 +106,11 @@ class DeviceMemory:
 def data_of(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes."""
     return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+
+
+def fill_shapes(module: torch.nn.Module, dims: ModelDims) -> None:
+    """Give a layer the `weight_shape` companions, which blobs drop: [n, k] of each source matrix.
+    Nobody reads them, but they are to be what the engine's own loader would have left."""
+    n, k = dims.intermediate, dims.hidden
+    for name, shape in (("w13_weight_shape", (n, k)), ("w2_weight_shape", (k, n))):
+        module.get_parameter(name).data.copy_(torch.tensor(shape))

@@ -1,8 +1,7 @@
 """What the loaders of both engines have in common: a model, filled from an output."""
 
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kconvert.layouts.blob import digest
@@ -15,6 +14,10 @@ from kconvert.runtime.plugins.output import Blob, Output
 from kconvert.runtime.plugins.slicing import cut_axis, pieces, spans, target_shape
 
 OPTION = "kconvert_digests"  # in an engine's extra config: false leaves digests unchecked
+LOADED = (
+    "kconvert: experts of %d layers, %.2f GB, and all else in %.2f s (%s, converted for tp %d ep"
+    " %d)"
+)
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:vision_tower|mm_projector|multi_modal_projector)\.")
 _TORCH = {"I32": "torch.int32", "BF16": "torch.bfloat16", "F16": "torch.float16",
@@ -45,6 +48,20 @@ def take_option(extra: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
     if type(check) is not bool:
         raise UnsupportedError(f"{OPTION} is {check!r:.40}, expected true or false.")
     return check, rest
+
+
+def experts_of(module: str, places: Sequence[int], advice: str) -> range:
+    """The experts that a rank holds, from its table of all experts' places (below 0: elsewhere).
+
+    Raises UnsupportedError with `advice` where they do not lie together and in order.
+    """
+    mine = [expert for expert, place in enumerate(places) if place >= 0]
+    if not mine or [places[e] for e in range(mine[0], mine[-1] + 1)] != list(range(len(mine))):
+        raise UnsupportedError(
+            f"{module}: the experts of this rank do not lie together in the checkpoint's order:"
+            f" {advice}."
+        )
+    return range(mine[0], mine[-1] + 1)
 
 
 def common_blobs(
@@ -161,8 +178,3 @@ def fill(
 def _layer_of(name: str) -> int | None:
     match = _LAYER.search(name)
     return int(match[1]) if match else None
-
-
-def folder_of(model: str) -> Path:
-    """The folder that an engine was told to serve, whether or not it is there."""
-    return Path(model).expanduser()

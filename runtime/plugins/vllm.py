@@ -26,12 +26,14 @@ from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import RankSlice
-from kconvert.runtime.plugins.device import as_target, data_of, memory_of
+from kconvert.runtime.plugins.device import data_of, fill_shapes, memory_of, place
 from kconvert.runtime.plugins.filling import Filler
 from kconvert.runtime.plugins.loading import (
+    LOADED,
     ExpertLayer,
     checked,
     common_blobs,
+    experts_of,
     fill,
     take_option,
 )
@@ -65,7 +67,7 @@ class KconvertLoader(DefaultModelLoader):
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         folder = Path(model_config.model)
         if model_config.runner_type == "draft" and not is_output(folder):
-            _log.info("%s has no %s blobs: vLLM's own loader reads it.", folder, "kconvert")
+            _log.info("kconvert: %s is no converted folder; vLLM's own loader reads it.", folder)
             self._default.load_weights(model, model_config)
             return
         output, begin = Output(folder), time.perf_counter()
@@ -80,23 +82,19 @@ class KconvertLoader(DefaultModelLoader):
         self._common = common_blobs(output, parameters, experts)
         if not self._check:
             _log.warning("kconvert: digests are not checked; damaged blobs would go unnoticed.")
-        device = next(model.parameters()).device
         try:
-            with Filler(memory_of(device), self._check) as filler:
+            with Filler(memory_of(experts), self._check) as filler:
                 for layer, module in zip(experts, layers.values(), strict=True):
-                    fill(filler, output, layer, functools.partial(_place, output, layer))
+                    fill(filler, output, layer, functools.partial(place, output.layout, layer))
+                    fill_shapes(module, output.dims)
                     if output.layout == "marlin":
                         setattr(module, _READY, True)
                 super().load_weights(model, model_config)
                 filler.wait()
-                size, seconds = filler.bytes_read, time.perf_counter() - begin
+                report = (len(experts), filler.bytes_read / 1e9, time.perf_counter() - begin)
         finally:
             self._common = None
-        _log.info(
-            "kconvert: experts of %d layers, %.2f GB, and all else in %.2f s (%s, converted for"
-            " tp %d ep %d).",
-            len(layers), size / 1e9, seconds, output.layout, *output.stored,
-        )  # fmt: skip
+        _log.info(LOADED, *report, output.layout, *output.stored)
 
     def get_all_weights(
         self, model_config: ModelConfig, model: torch.nn.Module
@@ -108,12 +106,10 @@ class KconvertLoader(DefaultModelLoader):
         tensors = super().get_all_weights(model_config, model)
         return checked(tensors, self._common, data_of if self._check else None)
 
-    def _prepare_weights(self, *arguments: Any, **options: Any) -> Any:
-        """The common blobs that this rank needs. What else the engine's version has here
-        (arguments, further results) stays as it is."""
-        call = inspect.signature(super()._prepare_weights).bind(*arguments, **options)
-        call.arguments["allow_patterns_overrides"] = [f"{COMMON_FOLDER}/*.safetensors"]
-        folder, _, *rest = super()._prepare_weights(*call.args, **call.kwargs)
+    def _prepare_weights(self, folder: str, *arguments: Any, **options: Any) -> Any:
+        # Further arguments and results differ from version to version, and are the engine's.
+        common = str(Path(folder) / COMMON_FOLDER)
+        _, _, *rest = super()._prepare_weights(common, *arguments, **options)
         return folder, [str(blob.path) for blob in self._common or ()], *rest
 
 
@@ -161,30 +157,11 @@ def _expert_layer(output: Output, name: str, module: torch.nn.Module) -> ExpertL
 
 
 def _experts(output: Output, name: str, module: torch.nn.Module) -> range:
-    """The experts of this rank, by the layer's own map."""
-    table = module._expert_map
-    if table is None:
+    """The experts of this rank, by the layer's own map; None: all of them."""
+    if module._expert_map is None:
         return range(output.dims.experts)
-    mine = [expert for expert, at in enumerate(table.tolist()) if at >= 0]
-    in_order = [table[expert].item() for expert in mine] == list(range(len(mine)))
-    if not mine or not in_order or mine[-1] - mine[0] != len(mine) - 1:
-        raise UnsupportedError(
-            f"{name}: the experts of this rank do not lie together: start with"
-            " --expert-placement-strategy linear."
-        )
-    return range(mine[0], mine[-1] + 1)
-
-
-def _place(output: Output, layer: ExpertLayer, name: str, shape: tuple[int, ...]) -> Any:
-    """A parameter's memory in the blob's shape. Marlin's has as many bytes, and is final."""
-    parameter = layer.parameters[name]
-    if output.layout == "marlin":
-        parameter.data = parameter.data.view(shape)
-    return as_target(
-        parameter
-        if output.layout == "marlin" or not layer.transposed
-        else parameter.transpose(1, 2)
-    )
+    advice = "start with --expert-placement-strategy linear"
+    return experts_of(name, module._expert_map.tolist(), advice)
 
 
 def _wrap_repack(method: Any) -> None:

@@ -5,6 +5,9 @@ calls are counted: a folder of ours must cause none.
 Engines load it as a plugin, in each of their processes (`launch.py` writes the entry point).
 """
 
+import hashlib
+from typing import Any
+
 import torch
 
 REPACKS = [0]  # calls in this process
@@ -60,6 +63,16 @@ def experts(keeper, hidden, w1, w2, s1, s2, weights, ids, expert_map=None) -> to
         y = down @ (torch.nn.functional.silu(gate.float()) * up.float()).to(torch.bfloat16)
         out[row] += weights[row, slot].float() * y.float()
     return out
+
+
+def inspect_model(model: torch.nn.Module) -> dict[str, Any]:
+    """Digest of every parameter and buffer of this rank's model, and how often it has repacked."""
+    found = {}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        what = f"{tensor.dtype}{list(tensor.shape)}".encode()
+        found[name] = hashlib.sha256(what + data.tobytes()).hexdigest()
+    return {"parameters": found, "repacks": REPACKS[0]}
 
 
 def install_vllm() -> None:

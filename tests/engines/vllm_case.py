@@ -2,27 +2,13 @@
 as an engine cannot be unloaded. `python vllm_case.py RESULT.json '{"model": …}'`, the JSON being
 arguments of vllm.LLM."""
 
-import hashlib
 import json
 import sys
 from pathlib import Path
 
+from cpu_shim import inspect_model
+
 PROMPTS = [[1, 17, 300, 5, 88, 260], [7, 7, 410, 33]]
-
-
-def parameters(model) -> dict[str, str]:
-    """Digest of every parameter, and how often the engine has repacked, on this rank."""
-    import sys
-
-    import torch
-
-    found = {}
-    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        what = f"{tensor.dtype}{list(tensor.shape)}".encode()
-        found[name] = hashlib.sha256(what + data.tobytes()).hexdigest()
-    shim = sys.modules.get("cpu_shim")
-    return {"parameters": found, "repacks": shim.REPACKS[0] if shim else None}
 
 
 def main() -> None:
@@ -41,7 +27,7 @@ def main() -> None:
     result = {
         "tokens": [list(one.token_ids) for one in outcome],
         "logprobs": [one.cumulative_logprob for one in outcome],
-        "ranks": llm.apply_model(parameters),
+        "ranks": llm.apply_model(inspect_model),
     }
     Path(sys.argv[1]).write_text(json.dumps(result))
 

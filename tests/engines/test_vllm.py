@@ -1,0 +1,196 @@
+"""vLLM serves converted folders: the real engine generates, on a CPU (cpu_shim.py).
+
+`stock` is always vLLM's own loader on the source checkpoint. What is compared: the digest of every
+parameter and buffer after loading, on every rank; tokens; the bits of the logprobs.
+"""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import kit
+import numpy as np
+import pytest
+from engines import checkpoints, launch
+
+from kconvert.convert import convert
+
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+TWO_RANKS = {"VLLM_CPU_OMP_THREADS_BIND": "0|1"}
+MARLIN = {"moe_backend": "marlin"}
+OURS = {**MARLIN, "load_format": "kconvert"}
+TP2 = {"tensor_parallel_size": 2}
+EP2 = {**TP2, "enable_expert_parallel": True}
+
+
+class Folders:
+    """Checkpoints and what is converted from them, each made once."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    def source(self, name: str) -> Path:
+        folder = self.root / name
+        if not folder.exists():
+            checkpoints.write(folder, wrapped=name == "k26")
+        return folder
+
+    def converted(self, name: str, layout: str, tp: int = 1, ep: int = 1) -> Path:
+        folder = self.root / f"{name}-{layout}-{tp}-{ep}"
+        if not folder.exists():
+            convert(str(self.source(name)), folder, layout=layout, tp=tp, ep=ep)
+        return folder
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
+    return Folders(tmp_path_factory.mktemp("folders"))
+
+
+@pytest.fixture(scope="session")
+def serve(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., launch.Run]:
+    def run(model: Path, **arguments: Any) -> launch.Run:
+        several = arguments.get("tensor_parallel_size", 1) > 1
+        wrapped = model.name.startswith("k26")  # fails in one process, also without us
+        environment = TWO_RANKS if several else {} if wrapped else ONE_PROCESS
+        if wrapped:
+            arguments["language_model_only"] = True
+        return launch.run(
+            "vllm_case.py", tmp_path_factory.mktemp("run"), {"model": str(model), **arguments},
+            **environment,
+        )  # fmt: skip
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def stock(serve, folders) -> Callable[..., dict[str, Any]]:
+    done: dict[str, dict[str, Any]] = {}
+
+    def run(name: str, **arguments: Any) -> dict[str, Any]:
+        key = json.dumps([name, arguments])
+        if key not in done:
+            outcome = serve(folders.source(name), **MARLIN, **arguments)
+            assert outcome.result is not None, outcome.log[-4000:]
+            assert all(rank["repacks"] == 4 for rank in outcome.result["ranks"])  # it counts
+            done[key] = outcome.result
+        return done[key]
+
+    return run
+
+
+def assert_same(ours: launch.Run, stock: dict[str, Any], repacks: int) -> None:
+    assert ours.result is not None, ours.log[-4000:]
+    assert ours.result["tokens"] == stock["tokens"]
+    assert ours.result["logprobs"] == stock["logprobs"]
+    assert [rank["repacks"] for rank in ours.result["ranks"]] == [repacks] * len(stock["ranks"])
+    for mine, theirs in zip(ours.result["ranks"], stock["ranks"], strict=True):
+        assert mine["parameters"] == theirs["parameters"]
+
+
+@pytest.mark.parametrize(
+    ("parallel", "layout", "tp", "ep"),
+    [
+        ({}, "marlin", 1, 1),
+        ({}, "marlin", 4, 2),  # joined from four ranks' blobs
+        ({}, "w4a16", 1, 1),
+        ({}, "w4a16", 2, 1),
+        (TP2, "marlin", 2, 1),
+        (TP2, "marlin", 1, 1),  # cut
+        (TP2, "w4a16", 1, 1),
+        (EP2, "marlin", 2, 2),
+        (EP2, "marlin", 1, 1),
+        (EP2, "w4a16", 4, 1),
+    ],
+)
+def test_the_same_as_stock(serve, stock, folders, parallel, layout, tp, ep) -> None:
+    ours = serve(folders.converted("plain", layout, tp, ep), **OURS, **parallel)
+    assert_same(ours, stock("plain", **parallel), repacks=0 if layout == "marlin" else 4)
+
+
+@pytest.mark.parametrize("layout", ["marlin", "w4a16"])
+def test_k26_names(serve, stock, folders, layout) -> None:
+    ours = serve(folders.converted("k26", layout), **OURS)
+    assert_same(ours, stock("k26"), repacks=0 if layout == "marlin" else 4)
+
+
+def _flip_a_nibble(tensors: dict[str, kit.Tensor]) -> None:
+    for name, tensor in tensors.items():  # of every expert of a layer: some are surely used
+        if ".layers.1.mlp.experts." in name and name.endswith("gate_proj.weight_packed"):
+            tensors[name] = tensor._replace(data=bytes([tensor.data[0] ^ 8]) + tensor.data[1:])
+
+
+def _swap(one: str, other: str) -> Callable[[dict[str, kit.Tensor]], None]:
+    def change(tensors: dict[str, kit.Tensor]) -> None:
+        for name in [n for n in tensors if ".layers.1.mlp.experts." in n and one in n]:
+            twin = name.replace(one, other)
+            tensors[name], tensors[twin] = tensors[twin], tensors[name]
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "tokens_too"),
+    [
+        (_flip_a_nibble, False),
+        (_swap("experts.0.", "experts.1."), True),
+        (_swap("gate_proj", "up_proj"), True),
+    ],
+    ids=["nibble", "experts", "gate and up"],
+)
+def test_what_is_changed_is_seen(serve, stock, folders, tmp_path, change, tokens_too) -> None:
+    """Otherwise the comparisons above would prove nothing."""
+    tensors = kit.load(folders.source("plain") / "model.safetensors")
+    change(tensors)
+    source = tmp_path / "source"
+    source.mkdir()
+    shutil.copy(folders.source("plain") / "config.json", source)
+    kit.write(source / "model.safetensors", tensors, metadata={"format": "pt"})
+    convert(str(source), tmp_path / "plain-changed")
+    result = serve(tmp_path / "plain-changed", **OURS).result
+    assert result["logprobs"] != stock("plain")["logprobs"]
+    if tokens_too:
+        assert result["tokens"] != stock("plain")["tokens"]
+
+
+def _refused(run: launch.Run, *words: str) -> None:
+    assert run.result is None
+    for word in words:
+        assert word in run.log, run.log[-4000:]
+
+
+def test_a_damaged_blob(serve, folders, tmp_path) -> None:
+    output = shutil.copytree(folders.converted("plain", "marlin"), tmp_path / "plain-damaged")
+    blob = output / "rank-00000-of-00001/layer-00002.safetensors"
+    data = np.memmap(blob, np.uint8, "r+")
+    data[len(data) // 2] ^= 16
+    data.flush()
+    _refused(serve(output, **OURS), "layer-00002.safetensors", "its bytes were changed")
+    unchecked = serve(output, **OURS, model_loader_extra_config={"kconvert_digests": False})
+    assert unchecked.result is not None
+    assert "digests are not checked" in unchecked.log
+
+
+def test_a_damaged_common_blob(serve, folders, tmp_path) -> None:
+    output = shutil.copytree(folders.converted("plain", "marlin"), tmp_path / "plain-damaged")
+    blob = output / "common/layer-00000.safetensors"
+    data = np.memmap(blob, np.uint8, "r+")
+    data[len(data) // 2] ^= 16
+    data.flush()
+    _refused(serve(output, **OURS), "common/layer-00000.safetensors", "digest is another")
+
+
+def test_without_the_plugin_it_is_refused(serve, folders) -> None:
+    run = serve(folders.converted("plain", "marlin"), **MARLIN)
+    _refused(run, "Cannot find any model weights")
+
+
+def test_lora_is_refused(serve, folders) -> None:
+    run = serve(folders.converted("plain", "marlin"), **OURS, enable_lora=True)
+    _refused(run, "--enable-lora")
+
+
+def test_a_folder_that_is_none_is_refused(serve, folders) -> None:
+    _refused(serve(folders.source("plain"), **OURS), "has no kconvert.json")
