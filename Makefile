@@ -32,7 +32,7 @@ format: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[test,cuda]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[hub,test,cuda]'
 	touch $@
 
 clean:
