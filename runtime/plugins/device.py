@@ -80,7 +80,8 @@ class DeviceMemory:
         if event is not None:
             event.synchronize()
         if mine.buffers[mine.turn].numel() < size:
-            mine.buffers[mine.turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            with torch.cuda.device(self._device):  # a new thread would wake GPU 0
+                mine.buffers[mine.turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return mine.buffers[mine.turn].numpy()[:size].view(dtype).reshape(shape)
 
     def put(self, source: NDArray[Any], target: torch.Tensor) -> None:

@@ -3,12 +3,17 @@ compiled for (512 + 64), and weights that make its tokens depend on every expert
 
 import copy
 import json
+import math
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import kit
 import numpy as np
 
 from kconvert.convert.synth.presets import PRESETS, SynthTensor, shards
+from kconvert.layouts.header import DTYPE_BYTES
+
+PREFIX = "language_model."
 
 _SIZES = {
     "kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128,
@@ -27,17 +32,47 @@ def write(
     weights = text["quantization_config"]["config_groups"]["group_0"]["weights"]
     weights["group_size"] = group_size or 32
     parts = shards(preset._replace(config=config))
-    tensors = {t.name: _tensor(_channelwise(t) if not group_size else t) for p in parts for t in p}
     if not group_size:
         weights |= {"strategy": "channel", "group_size": None}
     if not wrapped:
         config = {**text, "model_type": "deepseek_v3", "dtype": "bfloat16"}
-        prefix = "language_model."
-        tensors = {n.removeprefix(prefix): t for n, t in tensors.items() if n.startswith(prefix)}
     folder.mkdir(parents=True)
-    kit.write(folder / "model.safetensors", tensors, metadata={"format": "pt"})
+    weight_map = {}
+    for i, part in enumerate(parts):
+        file = f"model-{i + 1:05}-of-{len(parts):06}.safetensors"
+        tensors = [_channelwise(t) if not group_size else t for t in part]
+        if not wrapped:
+            tensors = [t._replace(name=t.name.removeprefix(PREFIX)) for t in tensors
+                       if t.name.startswith(PREFIX)]  # fmt: skip
+        if tensors:
+            _write_shard(folder / file, tensors)
+            weight_map |= {tensor.name: file for tensor in tensors}
     (folder / "config.json").write_text(json.dumps(config))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return folder
+
+
+def _write_shard(path: Path, tensors: list[SynthTensor]) -> None:
+    """On all cores, tensor by tensor: a true-size layer has 10 GB."""
+    table, at = {}, 0
+    for tensor in tensors:
+        end = at + DTYPE_BYTES[tensor.dtype] * math.prod(tensor.shape)
+        table[tensor.name] = {
+            "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [at, end],
+        }  # fmt: skip
+        at = end
+    header = json.dumps({"__metadata__": {"format": "pt"}, **table}).encode()
+    start = 8 + len(header)
+    with open(path, "w+b") as file, ThreadPoolExecutor() as pool:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.flush()
+
+        def write_one(tensor: SynthTensor) -> None:
+            first, end = table[tensor.name]["data_offsets"]
+            assert os.pwrite(file.fileno(), data_of(tensor), start + first) == end - first
+
+        for _ in pool.map(write_one, tensors):
+            pass
 
 
 def _channelwise(tensor: SynthTensor) -> SynthTensor:
@@ -45,27 +80,26 @@ def _channelwise(tensor: SynthTensor) -> SynthTensor:
     return tensor._replace(shape=(tensor.shape[0], 1)) if scale else tensor
 
 
-def _tensor(tensor: SynthTensor) -> kit.Tensor:
+def data_of(tensor: SynthTensor) -> bytes:
+    """A tensor's bytes, which follow from its name and shape alone."""
     rng = np.random.default_rng(list(tensor.name.encode()))
     if tensor.value:
-        data = np.array(tensor.value, "<i4").tobytes()
-    elif tensor.dtype == "I32":
-        data = rng.integers(0, 1 << 32, tensor.shape, np.uint32).tobytes()
-    elif tensor.dtype == "F32":
-        data = (0.1 * rng.standard_normal(tensor.shape)).astype("<f4").tobytes()
-    else:
-        data = _bfloat16(tensor, rng)
-    return kit.Tensor(tensor.dtype, tensor.shape, data)
+        return np.array(tensor.value, "<i4").tobytes()
+    if tensor.dtype == "I32":
+        return rng.integers(0, 1 << 32, tensor.shape, np.uint32).tobytes()
+    if tensor.dtype == "F32":
+        return (0.1 * rng.standard_normal(tensor.shape)).astype("<f4").tobytes()
+    return _bfloat16(tensor, rng)
 
 
 def _bfloat16(tensor: SynthTensor, rng: np.random.Generator) -> bytes:
     """Norms near 1; matrices that keep the size of what they multiply, uniform codes included."""
     if "norm" in tensor.name:
-        values = 1 + 0.1 * rng.standard_normal(tensor.shape)
+        values = 1 + 0.1 * rng.standard_normal(tensor.shape, np.float32)
     elif tensor.name.endswith("weight_scale"):
-        values = rng.uniform(0.5, 1.5, tensor.shape) / (4.6 * 256**0.5)
+        values = (0.5 + rng.random(tensor.shape, np.float32)) / (4.6 * 16)
     else:
-        values = rng.standard_normal(tensor.shape) / tensor.shape[-1] ** 0.5
-        values *= 16 if "embed_tokens" in tensor.name else 1
+        values = rng.standard_normal(tensor.shape, np.float32)
+        values *= 1.0 if "embed_tokens" in tensor.name else tensor.shape[-1] ** -0.5
     bits = values.astype("<f4").view("<u4")
     return ((bits + 0x8000) >> 16).astype("<u2").tobytes()

@@ -6,6 +6,9 @@ Engines load it as a plugin, in each of their processes (`launch.py` writes the 
 """
 
 import hashlib
+import json
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -89,3 +92,37 @@ def install_vllm() -> None:
     marlin_moe.MarlinExpertsBase._supports_current_device = staticmethod(lambda: True)
     marlin_moe.MarlinExperts.apply = apply
     _custom_ops.gptq_marlin_moe_repack = repack
+
+
+def install_sglang() -> None:
+    from sglang.srt.layers.quantization.compressed_tensors.schemes import (
+        compressed_tensors_wNa16_moe as own,
+    )
+    from sglang.srt.models.deepseek_common import attention_backend_handler as attention
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    def apply_weights(self, layer, dispatch_output):
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+        hidden = dispatch_output.hidden_states
+        weights, ids, *_ = dispatch_output.topk_output
+        result = experts(
+            layer, hidden, layer.w13_weight_packed, layer.w2_weight_packed,
+            layer.w13_weight_scale, layer.w2_weight_scale, weights, ids,
+        )  # fmt: skip
+        return StandardCombineInput(hidden_states=result.to(hidden.dtype))
+
+    def report(model, *_, **__):
+        folder = Path(os.environ["SHIM_REPORTS"])
+        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+        (folder / f"rank-{rank}.json").write_text(json.dumps(inspect_model(model)))
+        return model
+
+    own.gptq_marlin_moe_repack = repack
+    own.marlin_make_workspace = lambda device, *_: torch.zeros(4, dtype=torch.int32, device=device)
+    own.CompressedTensorsWNA16MoE.apply_weights = apply_weights
+    attention.AttentionBackendRegistry.register(
+        "torch_native", lambda *_: attention.AttnForwardMethod.MLA
+    )
+    loader = "sglang.srt.model_loader.loader.DefaultModelLoader.load_model"
+    HookRegistry.register(loader, report, HookType.AFTER)

@@ -142,12 +142,10 @@ def _swap(one: str, other: str) -> Callable[[dict[str, kit.Tensor]], None]:
 )
 def test_what_is_changed_is_seen(serve, stock, folders, tmp_path, change, tokens_too) -> None:
     """Otherwise the comparisons above would prove nothing."""
-    tensors = kit.load(folders.source("plain") / "model.safetensors")
+    source = shutil.copytree(folders.source("plain"), tmp_path / "source")
+    tensors = kit.load(source / kit.SHARD)
     change(tensors)
-    source = tmp_path / "source"
-    source.mkdir()
-    shutil.copy(folders.source("plain") / "config.json", source)
-    kit.write(source / "model.safetensors", tensors, metadata={"format": "pt"})
+    kit.write(source / kit.SHARD, tensors, metadata={"format": "pt"})
     convert(str(source), tmp_path / "plain-changed")
     result = serve(tmp_path / "plain-changed", **OURS).result
     assert result["logprobs"] != stock("plain")["logprobs"]
