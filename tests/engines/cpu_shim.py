@@ -6,6 +6,7 @@ Engines load it as a plugin, in each of their processes (`launch.py` writes the 
 """
 
 import hashlib
+import importlib
 import json
 import os
 from pathlib import Path
@@ -92,6 +93,20 @@ def install_vllm() -> None:
     marlin_moe.MarlinExpertsBase._supports_current_device = staticmethod(lambda: True)
     marlin_moe.MarlinExperts.apply = apply
     _custom_ops.gptq_marlin_moe_repack = repack
+    _install_vllm_026()
+
+
+def _install_vllm_026() -> None:
+    """It asks a GPU for the size of its workspaces."""
+    name = "compressed_tensors.compressed_tensors_moe.compressed_tensors_moe_wna16_marlin"
+    try:
+        own = importlib.import_module(f"vllm.model_executor.layers.quantization.{name}")
+    except ImportError:
+        return
+    from vllm.v1.worker.workspace import init_workspace_manager
+
+    own.marlin_make_workspace_new = lambda device, *_: torch.zeros(4, dtype=torch.int32)
+    init_workspace_manager(torch.device("cpu"))
 
 
 def install_sglang() -> None:

@@ -10,6 +10,17 @@ from typing import Any, NamedTuple
 HERE = Path(__file__).parent
 
 
+_STUB = """\
+__version__ = "0"
+
+def __getattr__(name):
+    if name.startswith("__"):
+        raise AttributeError(name)
+    members = {key: key for key in ("NEAREST", "BILINEAR", "BICUBIC", "LANCZOS", "BOX", "HAMMING")}
+    return type(name, (), members | {"NEAREST_EXACT": "nearest-exact"})
+"""
+
+
 class Run(NamedTuple):
     """What came of it: the JSON of the case, or None, and all that was printed."""
 
@@ -28,10 +39,21 @@ def write_plugins(folder: Path) -> None:
     )
 
 
+def write_stub(folder: Path) -> None:
+    """A torchvision that can be imported: SGLang asks for names of it at import, and PyPI's builds
+    do not load beside a CPU build of torch."""
+    for name in ("", "io", "ops", "transforms", "transforms/functional", "transforms/v2"):
+        module = folder / "torchvision" / name
+        module.mkdir(parents=True, exist_ok=True)
+        (module / "__init__.py").write_text(_STUB)
+
+
 def run(case: str, folder: Path, arguments: dict[str, Any], timeout: int = 300, **env: str) -> Run:
     """`case` is vllm_case.py or sglang_case.py; `folder` is for what the run writes."""
     folder.mkdir(parents=True, exist_ok=True)
     write_plugins(folder)
+    if case.startswith("sglang"):
+        write_stub(folder)
     result = folder / "result.json"
     result.unlink(missing_ok=True)
     environment = {

@@ -13,7 +13,8 @@ from typing import Any
 import kit
 import numpy as np
 import pytest
-from engines import checkpoints, launch
+from engines import launch
+from engines.comparing import assert_refused, assert_same
 
 from kconvert.convert import convert
 
@@ -23,30 +24,6 @@ MARLIN = {"moe_backend": "marlin"}
 OURS = {**MARLIN, "load_format": "kconvert"}
 TP2 = {"tensor_parallel_size": 2}
 EP2 = {**TP2, "enable_expert_parallel": True}
-
-
-class Folders:
-    """Checkpoints and what is converted from them, each made once."""
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-
-    def source(self, name: str) -> Path:
-        folder = self.root / name
-        if not folder.exists():
-            checkpoints.write(folder, wrapped=name == "k26")
-        return folder
-
-    def converted(self, name: str, layout: str, tp: int = 1, ep: int = 1) -> Path:
-        folder = self.root / f"{name}-{layout}-{tp}-{ep}"
-        if not folder.exists():
-            convert(str(self.source(name)), folder, layout=layout, tp=tp, ep=ep)
-        return folder
-
-
-@pytest.fixture(scope="session")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
-    return Folders(tmp_path_factory.mktemp("folders"))
 
 
 @pytest.fixture(scope="session")
@@ -79,15 +56,6 @@ def stock(serve, folders) -> Callable[..., dict[str, Any]]:
         return done[key]
 
     return run
-
-
-def assert_same(ours: launch.Run, stock: dict[str, Any], repacks: int) -> None:
-    assert ours.result is not None, ours.log[-4000:]
-    assert ours.result["tokens"] == stock["tokens"]
-    assert ours.result["logprobs"] == stock["logprobs"]
-    assert [rank["repacks"] for rank in ours.result["ranks"]] == [repacks] * len(stock["ranks"])
-    for mine, theirs in zip(ours.result["ranks"], stock["ranks"], strict=True):
-        assert mine["parameters"] == theirs["parameters"]
 
 
 @pytest.mark.parametrize(
@@ -153,19 +121,13 @@ def test_what_is_changed_is_seen(serve, stock, folders, tmp_path, change, tokens
         assert result["tokens"] != stock("plain")["tokens"]
 
 
-def _refused(run: launch.Run, *words: str) -> None:
-    assert run.result is None
-    for word in words:
-        assert word in run.log, run.log[-4000:]
-
-
 def test_a_damaged_blob(serve, folders, tmp_path) -> None:
     output = shutil.copytree(folders.converted("plain", "marlin"), tmp_path / "plain-damaged")
     blob = output / "rank-00000-of-00001/layer-00002.safetensors"
     data = np.memmap(blob, np.uint8, "r+")
     data[len(data) // 2] ^= 16
     data.flush()
-    _refused(serve(output, **OURS), "layer-00002.safetensors", "its bytes were changed")
+    assert_refused(serve(output, **OURS), "layer-00002.safetensors", "its bytes were changed")
     unchecked = serve(output, **OURS, model_loader_extra_config={"kconvert_digests": False})
     assert unchecked.result is not None
     assert "digests are not checked" in unchecked.log
@@ -177,18 +139,18 @@ def test_a_damaged_common_blob(serve, folders, tmp_path) -> None:
     data = np.memmap(blob, np.uint8, "r+")
     data[len(data) // 2] ^= 16
     data.flush()
-    _refused(serve(output, **OURS), "common/layer-00000.safetensors", "digest is another")
+    assert_refused(serve(output, **OURS), "common/layer-00000.safetensors", "digest is another")
 
 
-def test_without_the_plugin_it_is_refused(serve, folders) -> None:
+def test_without_the_plugin_it_isassert_refused(serve, folders) -> None:
     run = serve(folders.converted("plain", "marlin"), **MARLIN)
-    _refused(run, "Cannot find any model weights")
+    assert_refused(run, "Cannot find any model weights")
 
 
-def test_lora_is_refused(serve, folders) -> None:
+def test_lora_isassert_refused(serve, folders) -> None:
     run = serve(folders.converted("plain", "marlin"), **OURS, enable_lora=True)
-    _refused(run, "--enable-lora")
+    assert_refused(run, "--enable-lora")
 
 
-def test_a_folder_that_is_none_is_refused(serve, folders) -> None:
-    _refused(serve(folders.source("plain"), **OURS), "has no kconvert.json")
+def test_a_folder_that_is_none_isassert_refused(serve, folders) -> None:
+    assert_refused(serve(folders.source("plain"), **OURS), "has no kconvert.json")
