@@ -52,6 +52,33 @@ def write(
     return folder
 
 
+def write_draft(folder: Path) -> Path:
+    """A Llama of one layer that speaks the same tokens, to draft for it."""
+    hidden, inner, vocabulary = 128, 256, 512
+    config = {
+        "architectures": ["LlamaForCausalLM"], "model_type": "llama", "dtype": "bfloat16",
+        "hidden_size": hidden, "intermediate_size": inner, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": hidden // 2,
+        "vocab_size": vocabulary, "max_position_embeddings": 256, "rms_norm_eps": 1e-5,
+        "tie_word_embeddings": False, "hidden_act": "silu",
+    }  # fmt: skip
+    square, wide = (hidden, hidden), (inner, hidden)
+    shapes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens": (vocabulary, hidden), "model.norm": (hidden,),
+        "lm_head": (vocabulary, hidden),
+    }  # fmt: skip
+    shapes |= {f"model.layers.0.self_attn.{name}_proj": square for name in "qkvo"}
+    shapes |= {f"model.layers.0.mlp.{name}_proj": wide for name in ("gate", "up")}
+    shapes["model.layers.0.mlp.down_proj"] = (hidden, inner)
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        shapes[f"model.layers.0.{name}"] = (hidden,)
+    folder.mkdir(parents=True)
+    tensors = [SynthTensor(f"{name}.weight", "BF16", shape) for name, shape in shapes.items()]
+    _write_shard(folder / "model.safetensors", tensors)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
 def _write_shard(path: Path, tensors: list[SynthTensor]) -> None:
     """On all cores, tensor by tensor: a true-size layer has 10 GB."""
     table, at = {}, 0

@@ -13,7 +13,7 @@ from typing import Any
 import kit
 import numpy as np
 import pytest
-from engines import launch
+from engines import checkpoints, launch
 from engines.comparing import assert_refused, assert_same
 
 from kconvert.convert import convert
@@ -154,3 +154,16 @@ def test_lora_isassert_refused(serve, folders) -> None:
 
 def test_a_folder_that_is_none_isassert_refused(serve, folders) -> None:
     assert_refused(serve(folders.source("plain"), **OURS), "has no kconvert.json")
+
+
+def test_a_draft_model_is_vllms(serve, stock, folders, tmp_path) -> None:
+    draft = checkpoints.write_draft(tmp_path / "draft")
+    speculative = {"model": str(draft), "method": "draft_model", "num_speculative_tokens": 2}
+    ours = serve(folders.converted("plain", "marlin"), **OURS, speculative_config=speculative)
+    assert_same(ours, stock("plain", speculative_config=speculative), repacks=0)
+    assert "vLLM's own loader reads it" in ours.log
+
+
+def test_a_reload_is_refused(serve, folders) -> None:
+    run = serve(folders.converted("plain", "marlin"), **OURS, then="reload_weights")
+    assert_refused(run, "restart the server")

@@ -1,6 +1,6 @@
 """One run of vLLM: load a folder, generate, and say what the parameters are. A process of its own,
 as an engine cannot be unloaded. `python vllm_case.py RESULT.json '{"model": …}'`, the JSON being
-arguments of vllm.LLM."""
+arguments of vllm.LLM, and `then`: what the workers are told at the end."""
 
 import json
 import sys
@@ -15,9 +15,11 @@ def main() -> None:
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
 
+    arguments = json.loads(sys.argv[2])
+    then = arguments.pop("then", None)
     llm = LLM(
         skip_tokenizer_init=True, enforce_eager=True, max_model_len=64, dtype="bfloat16",
-        max_num_seqs=4, seed=0, **json.loads(sys.argv[2]),
+        max_num_seqs=4, seed=0, **arguments,
     )  # fmt: skip
     sampling = SamplingParams(temperature=0, max_tokens=12, logprobs=0, detokenize=False)
     outcome = [
@@ -29,6 +31,8 @@ def main() -> None:
         "logprobs": [one.cumulative_logprob for one in outcome],
         "ranks": llm.apply_model(inspect_model),
     }
+    if then:
+        llm.collective_rpc(then)
     Path(sys.argv[1]).write_text(json.dumps(result))
 
 
