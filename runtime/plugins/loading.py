@@ -1,0 +1,180 @@
+"""What the loaders of both engines have in common: a model, filled from an output."""
+
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from kconvert.layouts.blob import digest
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.experts import STACKED
+from kconvert.layouts.sharding import RankSlice
+from kconvert.layouts.w4a16 import W4A16
+from kconvert.runtime.plugins.filling import Filler, Transfer
+from kconvert.runtime.plugins.output import Blob, Output
+from kconvert.runtime.plugins.slicing import cut_axis, pieces, spans, target_shape
+
+OPTION = "kconvert_digests"  # in an engine's extra config: false leaves digests unchecked
+LOADED = (
+    "kconvert: experts of %d layers, %.2f GB, and all else in %.2f s (%s, converted for tp %d ep"
+    " %d)"
+)
+_LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
+_VISION = re.compile(r"(?:^|\.)(?:vision_tower|mm_projector|multi_modal_projector)\.")
+_TORCH = {"I32": "torch.int32", "BF16": "torch.bfloat16", "F16": "torch.float16",
+          "F32": "torch.float32"}  # fmt: skip
+
+
+class ExpertLayer(NamedTuple):
+    """A layer of routed experts in an engine's model, before its weights are there."""
+
+    module: str  # its path
+    wanted: RankSlice  # what this rank of the engine holds, of all experts and rows
+    parameters: Mapping[str, Any]  # torch tensors by the names of `experts.STACKED`
+    transposed: bool  # whether the engine keeps a matrix [n, k] as [k, n] here
+
+    @property
+    def number(self) -> int:
+        """Which layer it is, as the checkpoint counts."""
+        number = _layer_of(self.module)
+        if number is None:
+            raise UnsupportedError(f"{self.module}: experts outside of `layers.N` are not known.")
+        return number
+
+
+def take_option(extra: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
+    """Whether to check digests, and the engine's own keys of its extra config."""
+    rest = dict(extra)
+    check = rest.pop(OPTION, True)
+    if type(check) is not bool:
+        raise UnsupportedError(f"{OPTION} is {check!r:.40}, expected true or false.")
+    return check, rest
+
+
+def experts_of(module: str, places: Sequence[int], advice: str) -> range:
+    """The experts that a rank holds, from its table of all experts' places (below 0: elsewhere).
+
+    Raises UnsupportedError with `advice` where they do not lie together and in order.
+    """
+    mine = [expert for expert, place in enumerate(places) if place >= 0]
+    if not mine or [places[e] for e in range(mine[0], mine[-1] + 1)] != list(range(len(mine))):
+        raise UnsupportedError(
+            f"{module}: the experts of this rank do not lie together in the checkpoint's order:"
+            f" {advice}."
+        )
+    return range(mine[0], mine[-1] + 1)
+
+
+def common_blobs(
+    output: Output, parameters: Collection[str], layers: Iterable[ExpertLayer]
+) -> list[Blob]:
+    """The blobs of the tensors that are not cut, as far as a model with these parameters (a
+    pipeline's stage has some layers, a text model no vision tower) needs them.
+
+    Raises UnsupportedError where the model has experts that the plugin did not find, or a vision
+    tower that the output lacks.
+    """
+    present = {number for name in parameters if (number := _layer_of(name)) is not None}
+    lost = (present & output.moe_layers()) - {layer.number for layer in layers}
+    if lost:
+        raise UnsupportedError(
+            f"the engine's layer {min(lost)} has no W4A16 experts that kconvert knows: this version"
+            " or backend keeps them in another way; see runtime/plugins/README.md for what works."
+        )
+    vision = any(_VISION.search(name) for name in parameters)
+    if vision and output.manifest.text_only:
+        raise UnsupportedError(
+            f"{output.folder} was converted with --text-only and the engine builds the vision"
+            " tower: serve the language model alone (vLLM: --language-model-only), or convert"
+            " again."
+        )
+    return list(output.common(present, vision))
+
+
+def checked(
+    tensors: Iterable[tuple[str, Any]],
+    blobs: Iterable[Blob],
+    data: Callable[[Any], memoryview] | None,
+) -> Iterator[tuple[str, Any]]:
+    """The tensors that an engine reads from common blobs, each compared with its digest, and
+    CheckpointError where one is missing in the end. `data` gives a tensor's bytes; None: digests
+    are not compared."""
+    expected = {
+        name: (blob.path, blob.info.digests[name]) for blob in blobs for name in blob.header.tensors
+    }
+    for name, tensor in tensors:
+        path, wanted = expected.pop(name, (None, None))
+        if path is not None and data is not None and digest(data(tensor)) != wanted:
+            raise CheckpointError(
+                f"{path}, tensor {name}: its bytes were changed, the digest is another: copy the"
+                " file anew, or convert it again."
+            )
+        yield name, tensor
+    for name, (path, _) in expected.items():
+        raise CheckpointError(f"{path}, tensor {name}: the engine did not read it.")
+
+
+def fill(
+    filler: Filler,
+    output: Output,
+    layer: ExpertLayer,
+    place: Callable[[str, tuple[int, ...]], Any],
+) -> None:
+    """Begin to fill a layer's experts. `place(name, shape)` gives the memory of a parameter as the
+    target of a transfer, in the blob's layout and shape.
+
+    Raises UnsupportedError where the engine keeps other shapes than are known, or the blobs cannot
+    be cut as it does, CheckpointError and OutputError where a blob is missing or foreign.
+    """
+    dims, wanted = output.dims, layer.wanted
+    parts = [
+        (piece, output.experts(layer.number, piece.rank))
+        for piece in pieces(dims, output.layout, output.stored, wanted)
+    ]
+    for tensor in STACKED:
+        parameter = layer.parameters[tensor.name]
+        cut = tensor.cut(wanted.rows, dims.hidden)
+        matrix = W4A16(dims.quantization).shape(tensor.role, cut.n, cut.k)
+        expected = (len(wanted.experts), *(matrix[::-1] if layer.transposed else matrix))
+        if tuple(parameter.shape) != expected:
+            raise UnsupportedError(
+                f"{layer.module}.{tensor.name} is {list(parameter.shape)} in the engine,"
+                f" {list(expected)} expected for {len(wanted.experts)} experts with"
+                f" {len(wanted.rows)} rows; options that add, pad or renumber experts do not work"
+                " with converted folders."
+            )
+        axis = cut_axis(output.layout, tensor)
+        target = None
+        for piece, blob in parts:
+            entry = blob.stacked(tensor)
+            if str(parameter.dtype) != _TORCH.get(entry.dtype):
+                raise UnsupportedError(
+                    f"{blob.path}, tensor {entry.name} is {entry.dtype}, the engine computes with"
+                    f" {parameter.dtype}: start it with --dtype"
+                    f" {_TORCH.get(entry.dtype, entry.dtype).removeprefix('torch.')}."
+                )
+            if target is None:
+                shape = target_shape(
+                    tensor, dims.quantization, axis, entry.shape, piece.all_rows, wanted
+                )
+                target = place(tensor.name, shape)
+            found = tuple(
+                spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
+            )
+            if found:
+                filler.add(
+                    Transfer(
+                        path=blob.path,
+                        entry=entry,
+                        digests=blob.info.expert_digests[entry.name],
+                        experts=piece.experts,
+                        target=target,
+                        expert_at=piece.expert_at,
+                        axis=axis,
+                        spans=found,
+                    )
+                )
+
+
+def _layer_of(name: str) -> int | None:
+    match = _LAYER.search(name)
+    return int(match[1]) if match else None

@@ -1,0 +1,132 @@
+"""A converted model as an engine's rank sees it: its manifest, its files, each blob's header."""
+
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kconvert.layouts.blob import COMMON_FOLDER, BlobInfo, digest, rank_folder, read_blob
+from kconvert.layouts.checkpoint import read_json
+from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError, UnsupportedError
+from kconvert.layouts.experts import STACKED, StackedTensor
+from kconvert.layouts.families.deepseek_v3 import read_sizes
+from kconvert.layouts.fields import CONFIG_NAME
+from kconvert.layouts.header import Header, TensorEntry
+from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, read_manifest
+from kconvert.layouts.model import VISION, layer_name, layer_numbers
+from kconvert.layouts.sharding import ModelDims, Parallelism
+
+
+class Blob(NamedTuple):
+    """A blob whose header is the one in the manifest."""
+
+    path: Path
+    header: Header
+    info: BlobInfo
+
+    def stacked(self, tensor: StackedTensor) -> TensorEntry:
+        """The entry of a stacked tensor; CheckpointError where the blob has none such."""
+        entries = [e for name, e in self.header.tensors.items() if name.endswith(f".{tensor.name}")]
+        if len(entries) != 1:
+            raise CheckpointError(f"{self.path} has no tensor …{tensor.name}: convert it again.")
+        return entries[0]
+
+
+def is_output(folder: Path) -> bool:
+    """Whether `folder` is, or was to be, an output of `kconvert convert`."""
+    return (folder / MANIFEST_NAME).is_file()
+
+
+class Output:
+    """A finished output. Of tensors, no data is read here."""
+
+    def __init__(self, folder: Path) -> None:
+        """Raises OutputError where `folder` is no finished output, UnsupportedError where it is a
+        part of one, CheckpointError where its config.json was changed."""
+        self.folder = folder
+        self.manifest: Manifest = read_manifest(folder)
+        if not self.manifest.complete:
+            raise UnsupportedError(
+                f"{folder} holds a part of the model: run `kconvert convert` without --layers and"
+                " --ranks to complete it."
+            )
+        self.stored = Parallelism(self.manifest.tp, self.manifest.ep)
+        config = self._sized(CONFIG_NAME)
+        if digest(config.read_bytes()) != self.manifest.files[CONFIG_NAME].digest:
+            raise CheckpointError(
+                f"{config} is not the one that was converted: restore it, or convert again; engines"
+                " take other settings as options (vLLM: --hf-overrides, SGLang:"
+                " --json-model-override-args)."
+            )
+        self.dims: ModelDims = read_sizes(read_json(config)).dims
+
+    @property
+    def layout(self) -> str:
+        """The layout of the experts' blobs."""
+        return self.manifest.layout
+
+    def moe_layers(self) -> set[int]:
+        """The layers that have routed experts."""
+        folder = rank_folder(0, self.manifest.tp)
+        names = [name for name in self.manifest.files if name.startswith(f"{folder}/")]
+        return set(layer_numbers(Path(name).stem for name in names))
+
+    def common(self, layers: Collection[int], vision: bool) -> Iterator[Blob]:
+        """The blobs of tensors that are not cut: those of `layers`, the outer ones, and those of
+        the vision tower where it is asked for."""
+        for name in self.manifest.files:
+            group = Path(name).stem
+            if not name.startswith(f"{COMMON_FOLDER}/"):
+                continue
+            number = next(iter(layer_numbers([group])), None)
+            if number in layers if number is not None else vision or group != VISION:
+                yield self._open(name)
+
+    def experts(self, layer: int, rank: int) -> Blob:
+        """One rank's blob of a layer's experts."""
+        blob = self._open(f"{rank_folder(rank, self.manifest.tp)}/{layer_name(layer)}.safetensors")
+        sharding = blob.info.sharding
+        expected = (self.layout, rank, self.manifest.tp, self.manifest.ep)
+        if sharding is None or expected != (
+            sharding.layout, sharding.rank, sharding.tp, sharding.ep
+        ):  # fmt: skip
+            raise CheckpointError(
+                f"{blob.path} is not of layout {expected[0]}, rank {rank}, tp {expected[2]}, ep"
+                f" {expected[3]}, as {MANIFEST_NAME} says: convert again."
+            )
+        if sharding.read_quantization() != self.dims.quantization:
+            raise CheckpointError(
+                f"{blob.path} is quantized with {sharding.quantization}, {CONFIG_NAME} says"
+                f" {self.dims.quantization}: convert again."
+            )
+        for tensor in STACKED:
+            blob.stacked(tensor)
+        return blob
+
+    def _open(self, name: str) -> Blob:
+        path = self._sized(name)
+        try:
+            header, info = read_blob(path)
+        except KconvertError:  # whose advice is for a source
+            raise CheckpointError(
+                f"{path} has a damaged header: copy it anew, or convert it again."
+            ) from None
+        if digest(header.raw) != self.manifest.files[name].digest:
+            raise CheckpointError(
+                f"{path} is of another conversion: its header is not the one in {MANIFEST_NAME};"
+                " copy it anew, or convert it again."
+            )
+        return Blob(path, header, info)
+
+    def _sized(self, name: str) -> Path:
+        """The path of a file that is there and has the manifest's size."""
+        path, entry = self.folder / name, self.manifest.files.get(name)
+        if entry is None:
+            raise OutputError(f"{path} is not in {MANIFEST_NAME}: convert again.")
+        size = path.stat().st_size if path.is_file() else None
+        if size != entry.bytes:
+            found = "is missing" if size is None else f"has {size:,} bytes"
+            raise CheckpointError(
+                f"{path} {found}, {entry.bytes:,} bytes were written: copy it anew, or convert it"
+                " again."
+            )
+        return path

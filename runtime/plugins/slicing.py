@@ -1,0 +1,143 @@
+"""Which parts of which blobs make up what one rank of an engine holds of a layer. Pure.
+
+An engine's rank needs some experts, and of each some intermediate rows; a blob holds other experts
+and rows where the folder was converted for another tp or ep. Both orders of bytes can be cut and
+joined along the intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.experts import StackedTensor
+from kconvert.layouts.quantization import Quantization
+from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
+
+# Intermediate rows that lie together: a Marlin tile has 64, a word of w4a16 holds 8.
+_TILE = {"marlin": 64, "w4a16": 8}
+
+
+class Piece(NamedTuple):
+    """Where a blob and what is wanted meet: experts and rows as each of the two counts them."""
+
+    rank: int  # whose blob
+    experts: range
+    rows: range
+    all_rows: int  # of an expert in that blob
+    expert_at: int  # the first of them in what is wanted
+    row_at: int
+
+
+class Span(NamedTuple):
+    """Elements along the cut axis: those of a stored tensor that go to those of the target."""
+
+    stored: slice
+    target: slice
+
+
+def pieces(
+    dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice
+) -> tuple[Piece, ...]:
+    """The pieces of the blobs of a conversion for `stored` that make up `wanted`, each once.
+
+    Raises UnsupportedError where they cannot be joined from these blobs.
+    """
+    _check(dims, layout, stored, wanted)
+    found = []
+    for rank in range(stored.tp):
+        have = rank_slice(dims, stored, rank)
+        experts = _common(have.experts, wanted.experts)
+        rows = _common(have.rows, wanted.rows)
+        if experts and rows:
+            found.append(
+                Piece(
+                    rank=rank,
+                    experts=_from(experts, have.experts.start),
+                    rows=_from(rows, have.rows.start),
+                    all_rows=len(have.rows),
+                    expert_at=experts.start - wanted.experts.start,
+                    row_at=rows.start - wanted.rows.start,
+                )
+            )
+    return tuple(found)
+
+
+def cut_axis(layout: str, tensor: StackedTensor) -> int:
+    """The axis of a stored tensor [experts, …, …] that the intermediate rows lie along: w13's rows
+    and w2's columns. `marlin` stores a matrix's columns first, `w4a16` its rows."""
+    return 1 if (tensor.matrix == "w13") == (layout == "w4a16") else 2
+
+
+def spans(
+    tensor: StackedTensor, quantization: Quantization, piece: Piece, length: int, rows: int
+) -> Iterator[Span]:
+    """What of a stored tensor goes where, along `cut_axis`. w13 has the rows of gate, then those
+    of up: two spans.
+
+    `length`: of the stored tensor's axis; `rows`: intermediate rows of an expert in the target.
+    """
+    if tensor.copies(quantization, 2) == 2:  # one scale a row of down: nothing to cut
+        if piece.row_at == 0:
+            yield Span(slice(0, length), slice(0, length))
+        return
+    halves = len(tensor.projections)
+    half = length // halves  # elements for `all_rows` rows
+
+    def elements(count: int) -> int:
+        return count * half // piece.all_rows
+
+    for i in range(halves):
+        start = i * half + elements(piece.rows.start)
+        at = i * elements(rows) + elements(piece.row_at)
+        size = elements(len(piece.rows))
+        yield Span(slice(start, start + size), slice(at, at + size))
+
+
+def target_shape(
+    tensor: StackedTensor,
+    quantization: Quantization,
+    axis: int,
+    stored: tuple[int, ...],
+    all_rows: int,
+    wanted: RankSlice,
+) -> tuple[int, ...]:
+    """The shape in the blob's layout of what `wanted` is of a tensor that has the shape `stored`
+    for `all_rows` rows."""
+    shape = [len(wanted.experts), *stored[1:]]
+    if tensor.copies(quantization, 2) == 1:
+        shape[axis] = shape[axis] * len(wanted.rows) // all_rows
+    return tuple(shape)
+
+
+def _check(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice) -> None:
+    if layout not in _TILE:
+        raise UnsupportedError(
+            f"the blobs have layout {layout!r:.40}, this version reads {' and '.join(_TILE)}."
+        )
+    have, want, group = (
+        dims.intermediate // stored.moe_tp, len(wanted.rows), dims.quantization.group_size
+    )  # fmt: skip
+    if want == have:
+        return
+    tile = max(_TILE[layout], group or 1)  # both are powers of two
+    reason = None
+    if wanted.rows.start % tile or wanted.rows.stop % tile:
+        reason = f"{layout} cannot be cut there, only at multiples of {tile}"
+    elif layout == "marlin" and group and (have == group) != (want == group):
+        reason = "marlin orders the scales of w2 in another way where a rank has a single group"
+    if reason:
+        ep = max(1, dims.experts // len(wanted.experts))
+        raise UnsupportedError(
+            f"an expert's rows are {have} in the blobs (--tp {stored.tp} --ep {stored.ep}) and"
+            f" {wanted.rows.start} to {wanted.rows.stop - 1} on this rank of the engine, and"
+            f" {reason}: convert again with --layout {layout} --tp"
+            f" {dims.intermediate // want * ep} --ep {ep}, or with --layout w4a16."
+        )
+
+
+def _common(a: range, b: range) -> range:
+    return range(max(a.start, b.start), min(a.stop, b.stop))
+
+
+def _from(numbers: range, start: int) -> range:
+    return range(numbers.start - start, numbers.stop - start)
