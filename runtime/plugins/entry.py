@@ -1,31 +1,32 @@
 """What the engines call at start-up, in each of their processes (entry points in pyproject.toml).
 
-This module imports nothing of theirs, so that looking the entry points up costs nothing.
+This module imports nothing of theirs, so that looking the entry points up costs nothing. Where an
+engine cannot be extended it is left alone: it may be serving something else, and a converted folder
+it refuses by itself, as it finds no weights there.
 """
 
-import os
 import sys
-import traceback
+from importlib import import_module
 
 
 def vllm() -> None:
     """Register `--load-format kconvert` with vLLM (group `vllm.general_plugins`)."""
-    from kconvert.runtime.plugins.vllm import register
-
-    register()
+    _register("vllm")
 
 
 def sglang() -> None:
     """Let SGLang load folders that have a kconvert.json (group `sglang.srt.plugins`)."""
-    try:
-        from kconvert.runtime.plugins.sglang import register
+    _register("sglang")
 
-        register()
-    except Exception:
-        # SGLang would log it and go on without us; then nobody would know why loading fails.
-        traceback.print_exc()
-        sys.stderr.write(
-            "kconvert: this SGLang cannot be extended; SGLANG_PLUGINS leaves it out.\n"
+
+def _register(engine: str) -> None:
+    try:
+        import_module(f"kconvert.runtime.plugins.{engine}").register()
+    except Exception as error:  # another version's modules, names or signatures: anything
+        print(
+            f"kconvert: this version of {engine} cannot be extended"
+            f" ({type(error).__name__}: {error}), so that converted folders cannot be served with"
+            " it; all else is as ever.",
+            file=sys.stderr,
+            flush=True,
         )
-        sys.stderr.flush()
-        os._exit(1)

@@ -38,7 +38,6 @@ from kconvert.runtime.plugins.output import Blob, Output, is_output
 
 _log = logging.getLogger(f"sglang.{__name__}")
 _SCHEME = "CompressedTensorsWNA16MoE"  # Marlin's; its subclasses are other backends'
-_CONVERTED = "is_marlin_converted"
 _ACT_ORDER = ("w13_weight_g_idx", "w2_weight_g_idx",
               "w13_g_idx_sort_indices", "w2_g_idx_sort_indices")  # fmt: skip
 # Settings of the server that renumber experts or change them after they are loaded → the default.
@@ -49,7 +48,7 @@ _REFUSED = {
 
 
 def register() -> None:
-    """Let this process load converted folders, whatever --load-format says."""
+    """Let this process load converted folders as --load-format auto."""
     target = "sglang.srt.model_loader.loader.get_model_loader"
     HookRegistry.register(target, _choose, HookType.AROUND)
 
@@ -57,7 +56,8 @@ def register() -> None:
 def _choose(original: Callable[..., Any], load_config: Any, *rest: Any, **options: Any) -> Any:
     """A loader of ours for a folder of ours; for all else (a draft model, say) SGLang's."""
     model_config = rest[0] if rest else options.get("model_config")
-    if model_config is not None and is_output(Path(model_config.model_path)):
+    usual = getattr(load_config.load_format, "value", None) in ("auto", "safetensors")
+    if usual and model_config is not None and is_output(Path(model_config.model_path)):
         return KconvertLoader(load_config)
     return original(load_config, *rest, **options)
 
@@ -70,6 +70,7 @@ class KconvertLoader(DefaultModelLoader):
         self._output: Output | None = None  # while weights are loaded
         self._layers: list[tuple[ExpertLayer, torch.nn.Module]] = []
         self._common: list[Blob] = []
+        self._filled = False
         automatic = type(load_config.load_format)("auto")
         config = replace(load_config, load_format=automatic, model_loader_extra_config=extra)
         super().__init__(config)
@@ -81,6 +82,7 @@ class KconvertLoader(DefaultModelLoader):
         self, model: torch.nn.Module, weights: Iterable[Any], target_device: torch.device
     ) -> None:
         output, begin = self._loading(), time.perf_counter()
+        self._filled = False
         try:
             with Filler(memory_of(layer for layer, _ in self._layers), self._check) as filler:
                 for layer, module in self._layers:
@@ -89,10 +91,11 @@ class KconvertLoader(DefaultModelLoader):
                 # SGLang goes on from reading to processing in one call: experts come between.
                 tensors = self._then_experts(weights, filler)
                 super().load_weights_and_postprocess(model, tensors, target_device)
-                if output.layout == "marlin" and not all(
-                    getattr(module, _CONVERTED, False) for _, module in self._layers
-                ):
-                    raise UnsupportedError("SGLang stopped reading before the experts' turn.")
+                if not self._filled:
+                    raise UnsupportedError(
+                        "SGLang went on before the experts were loaded: this version reads weights"
+                        " in another way; see runtime/plugins/README.md for those that work."
+                    )
                 report = (len(self._layers), filler.bytes_read / 1e9, time.perf_counter() - begin)
         finally:
             self._output, self._layers = None, []
@@ -104,6 +107,7 @@ class KconvertLoader(DefaultModelLoader):
         if self._loading().layout == "marlin":
             for _, module in self._layers:
                 _mark_converted(module)
+        self._filled = True
 
     def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[Any]:
         """Called by load_model, before load_weights_and_postprocess."""
@@ -190,4 +194,4 @@ def _mark_converted(module: torch.nn.Module) -> None:
         setattr(module, name, torch.nn.Parameter(empty, requires_grad=False))
     own = sys.modules[type(module.scheme).__module__]
     module.workspace = own.marlin_make_workspace(codes.device, 4)
-    setattr(module, _CONVERTED, True)
+    module.is_marlin_converted = True

@@ -12,6 +12,7 @@ CPU shim, to test this script.
 """
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -171,8 +172,10 @@ def one(case: dict[str, str]) -> None:
     run["tokens"] = list(request.outputs[0].token_ids)
     run["logprob"] = request.outputs[0].cumulative_logprob
     run["parameters"] = llm.apply_model(digests)[0]
-    if ours and torch.cuda.is_available():
-        run["page_cache_to_device"] = page_cache_to_device(Path(case["folder"]))
+    if ours:
+        run["experts_alone"] = experts_alone(Path(case["folder"]))
+        if torch.cuda.is_available():
+            run["page_cache_to_device"] = page_cache_to_device(Path(case["folder"]))
     Path(case["result"]).write_text(json.dumps(run))
     sys.stdout.flush()
     os._exit(0)
@@ -219,6 +222,45 @@ def digests(model: torch.nn.Module) -> dict[str, str]:
         what = f"{tensor.dtype}{list(tensor.shape)}"
         found[name] = what + xxhash.xxh3_128(data).hexdigest()
     return found
+
+
+def experts_alone(folder: Path) -> dict[str, float]:
+    """GB/s of filling fresh parameters of all layers with experts, digests compared or not: the
+    second of two times, as pinned memory is made at the first."""
+    from kconvert.layouts.experts import STACKED
+    from kconvert.layouts.sharding import RankSlice
+    from kconvert.layouts.w4a16 import W4A16
+    from kconvert.runtime.plugins.device import memory_of, place
+    from kconvert.runtime.plugins.filling import Filler
+    from kconvert.runtime.plugins.loading import ExpertLayer, fill
+    from kconvert.runtime.plugins.output import Output
+
+    output, layers = Output(folder), []
+    wanted = RankSlice(range(output.dims.experts), range(output.dims.intermediate))
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for number in output.moe_layers():
+        parameters = {}
+        for tensor in STACKED:
+            cut = tensor.cut(wanted.rows, output.dims.hidden)
+            shape = W4A16(output.dims.quantization).shape(tensor.role, cut.n, cut.k)
+            parameters[tensor.name] = torch.empty(
+                (len(wanted.experts), *shape), device=device,
+                dtype=torch.int32 if tensor.role == "code" else torch.bfloat16,
+            )  # fmt: skip
+        layers.append(ExpertLayer(f"model.layers.{number}.mlp.experts", wanted, parameters, False))
+    shapes = [{name: p.shape for name, p in layer.parameters.items()} for layer in layers]
+    rates = {}
+    for name, check in (("checked", True), ("unchecked", False)) * 2:
+        for layer, before in zip(layers, shapes, strict=True):
+            for key, parameter in layer.parameters.items():
+                parameter.data = parameter.data.view(before[key])
+        begin = time.perf_counter()
+        with Filler(memory_of(layers), check) as filler:
+            for layer in layers:
+                fill(filler, output, layer, functools.partial(place, output.layout, layer))
+            filler.wait()
+        rates[name] = round(filler.bytes_read / (time.perf_counter() - begin) / 1e9, 2)
+    return rates
 
 
 def page_cache_to_device(folder: Path, seconds: float = 1.5) -> dict[str, float]:
@@ -282,12 +324,16 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
     report["load_model_times_as_fast"] = round(
         stock["load_model_seconds"] / ours["load_model_seconds"], 2
     )
-    rate = report["converted_bytes"] / ours["load_weights_seconds"] / 1e9
-    report["load_weights_gb_s"] = round(rate, 2)
+    alone = [run["experts_alone"] for run in runs if "experts_alone" in run]
+    report["experts_alone_gb_s"] = {
+        name: statistics.median(rates[name] for rates in alone) for name in alone[0]
+    }
     rates = [max(r["page_cache_to_device"].values()) for r in runs if "page_cache_to_device" in r]
     if rates:
-        report["page_cache_to_device_gb_s"] = statistics.median(rates)
-        report["of_page_cache_to_device"] = round(rate / statistics.median(rates), 2)
+        limit = report["page_cache_to_device_gb_s"] = statistics.median(rates)
+        report["of_page_cache_to_device"] = {
+            name: round(rate / limit, 2) for name, rate in report["experts_alone_gb_s"].items()
+        }
     return report
 
 

@@ -42,10 +42,11 @@ def write_plugins(folder: Path) -> None:
 def write_stub(folder: Path) -> None:
     """A torchvision that can be imported: SGLang asks for names of it at import, and PyPI's builds
     do not load beside a CPU build of torch."""
-    for name in ("", "io", "ops", "transforms", "transforms/functional", "transforms/v2"):
+    for name in ("", "io", "transforms", "transforms/functional", "transforms/v2/functional"):
         module = folder / "torchvision" / name
         module.mkdir(parents=True, exist_ok=True)
         (module / "__init__.py").write_text(_STUB)
+    (folder / "torchvision/transforms/v2/__init__.py").write_text(_STUB)
 
 
 def run(case: str, folder: Path, arguments: dict[str, Any], timeout: int = 300, **env: str) -> Run:
