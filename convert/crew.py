@@ -13,8 +13,8 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
@@ -28,7 +28,6 @@ from kconvert.layouts.errors import KconvertError, UnavailableError
 from kconvert.layouts.reader import Reader
 
 WORTH_PROCESSES = 1 << 30  # bytes to be written: forking takes a tenth of a second
-_TURNS = 64
 _FAREWELL = 5.0  # seconds
 
 
@@ -53,14 +52,8 @@ class Crew(Protocol):
 class Worker:
     """Does the tasks of a plan's jobs, with files of its own."""
 
-    def __init__(
-        self,
-        plan: Plan,
-        meter: Meter | Recorder,
-        turns: Sequence[AbstractContextManager[Any]] = (),
-    ) -> None:
-        """`turns`: locks that all workers share, dealt to the files by their ranks."""
-        self._plan, self._turns = plan, turns
+    def __init__(self, plan: Plan, meter: Meter | Recorder) -> None:
+        self._plan = plan
         self._shards: dict[str, Path] = {}
         self._reader = Reader(lambda shard: self._shards[shard])
         self._packer = Packer(plan.target.layout, self._reader, meter)
@@ -75,10 +68,7 @@ class Worker:
             if job not in self._jobs:
                 self._shards.update(files.shards)
                 planned = self._plan.jobs[job]
-                staged = [
-                    StagedFile(*files.blobs[file.path], file, self._turn(job, file.rank))
-                    for file in planned.files
-                ]
+                staged = [StagedFile(*files.blobs[file.path], file) for file in planned.files]
                 self._jobs[job] = list(self._packer.tasks(planned, staged)), staged
             tasks, _ = self._jobs[job]
         return tasks[number]()
@@ -92,12 +82,6 @@ class Worker:
         for job in list(self._jobs):
             self._end(job)
         self._reader.close()
-
-    def _turn(self, job: int, rank: int | None) -> AbstractContextManager[Any] | None:
-        if rank is None or not self._turns:
-            return None
-        ranks = self._plan.target.parallelism.tp
-        return self._turns[(job * ranks + rank) % len(self._turns)]
 
     def _end(self, job: int) -> None:
         for file in self._jobs.pop(job)[1]:
@@ -138,15 +122,12 @@ class _Processes:
         self._processes: list[Any] = []
         warm_up(plan.target.layout)  # what is compiled once is there for all
         fork = multiprocessing.get_context("fork")
-        turns = [fork.Lock() for _ in range(_TURNS)]
         gc.freeze()  # or every look of the collector would copy the plan's pages
         try:
             for _ in range(workers):
                 ours, theirs = fork.Pipe()
                 others = [*self._ours, ours]  # a copy of these would keep a worker from hearing
-                process = fork.Process(
-                    target=_serve, args=(plan, theirs, others, turns), daemon=True
-                )
+                process = fork.Process(target=_serve, args=(plan, theirs, others), daemon=True)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # see `crew`
                     process.start()
@@ -167,7 +148,7 @@ class _Processes:
             worker.send((job, number, files, active))
             answer = worker.recv()
         except (EOFError, OSError):
-            for process in self._processes:  # it may have held a turn that others wait for
+            for process in self._processes:  # whoever waits for one is told so too
                 process.kill()
             raise UnavailableError(
                 "a worker process ended before its work was done (was it killed for lack of"
@@ -195,7 +176,7 @@ class _Processes:
                 process.join()
 
 
-def _serve(plan: Plan, connection: Connection, others: list[Connection], turns: list[Any]) -> None:
+def _serve(plan: Plan, connection: Connection, others: list[Connection]) -> None:
     """A worker process: does what it is told until nobody is there any more."""
     for sign in (signal.SIGINT, signal.SIGTERM):
         # A terminal interrupts all; the one who asks decides, and then ends this connection.
@@ -204,7 +185,7 @@ def _serve(plan: Plan, connection: Connection, others: list[Connection], turns: 
         other.close()
     gc.disable()
     recorder = Recorder()
-    worker = Worker(plan, recorder, turns)
+    worker = Worker(plan, recorder)
     while True:
         try:
             request = connection.recv()

@@ -99,13 +99,7 @@ class Blobs:
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)
         for tensor in header.tensors.values():
             dtypes = _DTYPES.get(tensor.name.rpartition(".")[2])
-            if dtypes is None:
-                if tensor.name.endswith(".bias"):
-                    raise UnsupportedError(
-                        f"{path}, tensor {tensor.name}: the engine computes without biases."
-                    )
-                continue
-            if tensor.dtype not in dtypes:
+            if dtypes is not None and tensor.dtype not in dtypes:
                 raise UnsupportedError(
                     f"{path}, tensor {tensor.name}: {tensor.dtype} found, the engine computes with"
                     f" {' or '.join(dtypes)}: convert a checkpoint that has it so."

@@ -113,8 +113,7 @@ def check_headers(manifest: Manifest, blobs: list[Blob], dims: ModelDims) -> Ite
 def check_common(blobs: list[Blob], sizes: Sizes) -> Iterator[Finding]:
     """Common blobs hold every tensor that config.json implies, as it implies it, and no other."""
     common = {blob.group: blob for blob in blobs if blob.info.sharding is None}
-    names = [name for blob in common.values() for name in blob.header.tensors]
-    prefix = name_prefix([name for name in names if name.endswith(".embed_tokens.weight")])
+    prefix = name_prefix([name for blob in common.values() for name in blob.header.tensors])
     for group, blob in common.items():
         if group != VISION:
             layer = next(iter(layer_numbers([group])), None)

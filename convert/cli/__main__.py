@@ -2,4 +2,5 @@
 
 from kconvert.convert.cli.main import main
 
-main()
+if __name__ == "__main__":  # also loaded by processes that are spawned
+    main()

@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,17 +35,8 @@ class StagedFile:
     """A file that is being written, opened by its temporary name; errors tell of its final one.
     Threads may write at once."""
 
-    def __init__(
-        self,
-        staged: Path,
-        final: Path,
-        planned: PlannedFile,
-        turn: AbstractContextManager[Any] | None = None,
-    ) -> None:
-        """`turn`: held while experts are written. File systems let one thread at a time write to a
-        file, and let the others burn their time."""
+    def __init__(self, staged: Path, final: Path, planned: PlannedFile) -> None:
         self.planned, self._final = planned, final
-        self._turn = nullcontext() if turn is None else turn
         with naming(final):
             self._fd = os.open(staged, os.O_WRONLY)
             self._direct = _open_direct(staged)
@@ -55,11 +45,11 @@ class StagedFile:
         self, tensors: Iterable[BlobTensor], index: int, data: Iterable[memoryview]
     ) -> list[Piece]:
         """Write local expert `index` of stacked tensors; `data`: its bytes in each, contiguous."""
-        parts = list(zip(tensors, data, strict=True))
-        with self._turn:
-            for tensor, view in parts:
-                self._write(tensor, index * (tensor.nbytes // tensor.experts), view)
-        return [Piece(tensor.name, index, digest(view), len(view)) for tensor, view in parts]
+        pieces = []
+        for tensor, view in zip(tensors, data, strict=True):
+            self._write(tensor, index * (tensor.nbytes // tensor.experts), view)
+            pieces.append(Piece(tensor.name, index, digest(view), len(view)))
+        return pieces
 
     def write_whole(self, tensor: BlobTensor, chunks: Iterable[memoryview]) -> Piece:
         """Write a tensor that is not stacked, its bytes in order."""

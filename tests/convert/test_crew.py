@@ -63,7 +63,7 @@ def test_an_error_of_the_system_keeps_its_kind(forked, tmp_path: Path, monkeypat
 
 
 def test_a_worker_that_is_killed(forked, tmp_path: Path, monkeypatch, kconvert) -> None:
-    def killed(self, tensor, at, data):  # while it holds its turn, which others wait for
+    def killed(self, tensor, at, data):
         if tensor.experts:
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -193,22 +193,6 @@ def in_f16(folder: Path, tensors: str) -> Path:
     return folder
 
 
-def test_a_bias_is_refused(tmp_path: Path) -> None:
-    """The engine has no place for one: without it the text would be another."""
-    copy_mini(tmp_path / "source")
-    old, new = "model.layers.0.self_attn.o_proj.weight", "model.layers.0.self_attn.o_proj.bias"
-    index = tmp_path / "source/model.safetensors.index.json"
-    index.write_text(index.read_text().replace(old, new))
-    for path in (tmp_path / "source").glob("*.safetensors"):
-        content = {name.replace(old, new): tensor for name, tensor in load(path).items()}
-        write(path, content, metadata={"format": "pt"})
-    convert(tmp_path / "source", tmp_path / "out")
-    with pytest.raises(
-        UnsupportedError, match=r"layer-00000\S+, tensor \S+o_proj\.bias: the engine"
-    ):
-        Engine.open(tmp_path / "out")
-
-
 def test_absent_and_misshapen(mini) -> None:
     opened = Blobs(mini["w4a16"], Ranks())
     with pytest.raises(CheckpointError, match=r"model\.none\.weight is in no blob of rank 0"):
