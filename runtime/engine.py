@@ -20,7 +20,7 @@ from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH
 from kconvert.runtime.clock import Clock
 from kconvert.runtime.config import read_config
 from kconvert.runtime.distributed import Ranks
-from kconvert.runtime.drafting.budget import CostCurve, Pauses
+from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses
 from kconvert.runtime.drafting.ddtree import walk
 from kconvert.runtime.drafting.dflash import Drafter
 from kconvert.runtime.drafting.dflash_config import TargetDims
@@ -63,7 +63,8 @@ class Engine:
     def __init__(self, model: Model, drafter: Drafter | None) -> None:
         self.model, self.drafter = model, drafter
         self._costs: CostCurve | None = None
-        self.pauses = Pauses()  # of budget "auto": what one text taught holds for the next
+        # Of budget "auto": what one text taught holds for the next.
+        self.pauses, self.calibration = Pauses(), Calibration()
 
     @classmethod
     def open(
@@ -120,13 +121,14 @@ class Engine:
         temperature: float = 0.0,
         seed: int = 0,
         *,
-        chain_seed: bool = True,
+        chain_seed: bool = False,
         keep_logits: bool = False,
         on_tokens: Callable[[list[int]], None] = lambda _: None,
     ) -> Generation:
         """Continue `token_ids` by `max_new_tokens` tokens, or up to a stop token (which is kept).
 
-        `budget`: nodes of a draft, or "auto"; `on_tokens` is told tokens as they are committed.
+        `budget`: nodes of a draft, or "auto"; `chain_seed`: the likeliest chain comes before
+        likelier nodes; `on_tokens` is told tokens as they are committed.
         Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
         CheckpointError where logits are not finite or weights were changed.
         """
@@ -165,8 +167,9 @@ class Engine:
         assert self.drafter is not None  # checked before
         costs = self.costs() if budget == AUTO else None
         return Drafting(
-            self.model, self.drafter, mode, budget, chain_seed, costs, self.pauses, clock
-        )
+            self.model, self.drafter, mode, budget, chain_seed, costs, self.pauses,
+            self.calibration, clock,
+        )  # fmt: skip
 
     def _rounds(
         self,

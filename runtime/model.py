@@ -17,6 +17,7 @@ from kconvert.layouts.quantization import dequantize
 from kconvert.layouts.sharding import Parallelism, rank_experts
 from kconvert.runtime import rope
 from kconvert.runtime.backends import cpu as ops
+from kconvert.runtime.backends.kept import Kept
 from kconvert.runtime.cache import LatentCache
 from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.distributed import Ranks
@@ -25,6 +26,7 @@ from kconvert.runtime.weights import Blobs
 
 Array = NDArray[np.float32]
 DTYPES = ("float32", "bfloat16")
+EXPERT_BYTES = 4 << 30  # of dequantized experts that are kept
 LATENT_EPS = (
     1e-6  # of q_a_layernorm and kv_a_layernorm, in transformers' DeepseekV3; not the config's
 )
@@ -46,7 +48,7 @@ class Model:
         self._vocabulary = ranks.rank_slice("tokens of the vocabulary", config.vocabulary)
         split = Parallelism(blobs.manifest.tp, blobs.manifest.ep)
         self._experts_here = rank_experts(config.experts, split, ranks.rank)
-        self._experts: dict[tuple[int, int], tuple[Any, Any]] = {}
+        self._experts = Kept(EXPERT_BYTES)
 
     def new_cache(self, slots: int) -> LatentCache:
         """A cache of so many slots."""
@@ -197,14 +199,14 @@ class Model:
 
     def _expert(self, layer: int, expert: int) -> tuple[Any, Any]:
         """An expert's w13 [2N, D] and w2 [D, N], dequantized: float32 exactly, or the bits of
-        bf16((nibble − 8) · scale). It is kept, eight or four times the size of its codes."""
-        key = layer, expert
-        if key not in self._experts:
-            prefix, local = f"model.layers.{layer}.mlp.experts.", expert - self._experts_here.start
-            self._experts[key] = (
+        bf16((nibble − 8) · scale): eight or four times the size of its codes."""
+        prefix, local = f"model.layers.{layer}.mlp.experts.", expert - self._experts_here.start
+        return self._experts.get(
+            (layer, expert),
+            lambda: (
                 self._dequantized("w13", prefix, local), self._dequantized("w2", prefix, local),
-            )  # fmt: skip
-        return self._experts[key]
+            ),
+        )  # fmt: skip
 
     def _dequantized(self, matrix: Matrix, prefix: str, local: int) -> Any:
         layout = self.blobs.layout

@@ -55,7 +55,7 @@ def _fill(start, depths, parents, positions, slots, prefix, windows, counts):  #
         positions[row], slots[row] = start + depths[row], start + row
         prefix[row] = prefix_length(positions[row])
         counts[row] = positions[row] - prefix[row] + 1
-        committed = start - prefix[row]
+        committed = max(start - prefix[row], 0)  # none, where a prompt's own rows fill it
         for i in range(committed):
             windows[row, i] = prefix[row] + i
         node = row

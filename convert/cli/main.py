@@ -260,7 +260,9 @@ def smoke_generate(
     temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling.")] = 0,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
-    chain_seed: Annotated[bool, typer.Option(help="Always draft the likeliest chain.")] = True,
+    chain_seed: Annotated[
+        bool, typer.Option("--chain-seed", help="Trees begin with the likeliest chain.")
+    ] = False,
     check_exact: Annotated[
         bool, typer.Option("--check-exact", help="Compare every logit's bits with ar's.")
     ] = False,

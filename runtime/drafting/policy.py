@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH
 from kconvert.runtime.clock import Clock
-from kconvert.runtime.drafting.budget import CostCurve, Pauses, rates
+from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses, rates
 from kconvert.runtime.drafting.ddtree import Tree, build_tree, chain, top_k
 from kconvert.runtime.drafting.dflash import Drafter
 from kconvert.runtime.model import Model
@@ -51,14 +51,18 @@ class Drafting:
         chain_seed: bool,
         costs: CostCurve | None,
         pauses: Pauses,
+        calibration: Calibration,
         clock: Clock,
     ) -> None:
-        """`costs` and `pauses` are for the budget "auto", which knows no bound but MOST_AUTO."""
+        """`costs`, `pauses` and `calibration` are for the budget "auto", which knows no bound but
+        MOST_AUTO."""
         self._model, self._drafter = model, drafter
         self._mode, self._chain_seed, self._clock = mode, chain_seed, clock
         self._costs = costs
         self.most = MOST_AUTO if budget == AUTO else int(budget)
         self._pauses = pauses if budget == AUTO else Pauses()
+        self._calibration = calibration
+        self._promised: float | None = None  # by the newest tree, until it is verified
         self._waiting: list[NDArray[np.float32]] = []  # features that the next draft needs
         self.aux_layers = drafter.config.target_layer_ids
         self.forwards = 0
@@ -67,6 +71,9 @@ class Drafting:
     def commit(self, features: NDArray[np.float32]) -> None:
         """Newly committed rows' outputs of the target layers, in order."""
         self._waiting.append(features)
+        if self._promised is not None:
+            self._calibration.verified(self._promised, len(features) - 1)
+            self._promised = None
 
     def catch_up(self, but: int = 0) -> None:
         """Take what was committed, but for the newest `but` steps, into the drafter's context."""
@@ -93,12 +100,15 @@ class Drafting:
             tree = build_tree(*top_k(logits, self.most), self.most, self._chain_seed)
         pays = True
         if self._costs is not None:
-            promised = rates(np.exp(tree.path_logprobs), self._costs, seconds)
+            probabilities = np.exp(tree.path_logprobs)
+            promised = rates(probabilities, self._costs, seconds, self._calibration.kept)
             tree = tree.first(int(promised.argmax()))
             pays = bool(promised.max() * self._costs(1) >= 1)
         # What rank 0 found is everybody's: clocks differ, and drafting is done together.
         tree, pays = self._model.ranks.broadcast((tree, pays))
         self._pauses.drafted(pays)
+        if self._costs is not None:
+            self._promised = float(np.exp(tree.path_logprobs).sum())
         return tree
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:

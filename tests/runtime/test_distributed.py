@@ -45,7 +45,7 @@ def test_a_rank_left_alone(monkeypatch) -> None:
 
     monkeypatch.setattr("torch.distributed.all_gather", broken)
     with pytest.raises(UnavailableError, match="another rank has ended"):
-        ranks.Ranks(0, 2).sum(np.zeros((1, 2), np.float32))
+        ranks.Ranks(0, 2).all_reduce(np.zeros((1, 2), np.float32))
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from kit import KIMI_MINI
 from kconvert.convert import convert
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
 from kconvert.runtime.cache import LatentCache
-from kconvert.runtime.drafting.budget import CostCurve, Pauses
+from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.model import Model
 from kconvert.runtime.step import sequence
@@ -94,7 +94,7 @@ def test_every_mode_gives_the_bits_of_ar(dtype, temperature, engines, poisoned) 
     for mode, budgets in (("chain", (0, 1, 4, 7)), ("ddtree", (0, 1, 4, 7, 16, 33, 64))):
         for budget in budgets:
             made = speculate(
-                engine, truth, mode=mode, budget=budget, chain_seed=budget != 33, **sampled
+                engine, truth, mode=mode, budget=budget, chain_seed=budget == 33, **sampled
             )
             assert made.tokens == truth.tokens, (mode, budget)
             assert np.array_equal(bits(made), bits(truth)), (mode, budget)
@@ -138,6 +138,7 @@ def test_auto_budget_changes_the_trees_and_not_the_tokens(engines, monkeypatch) 
     truth = engine.generate(PROMPT, NEW, keep_logits=True)
     whole = speculate(engine, truth, mode="ddtree", budget=64)
     monkeypatch.setattr(engine, "pauses", Pauses())
+    monkeypatch.setattr(engine, "calibration", Calibration())
     for costs, forwards, drafts in (
         (CostCurve((1, 65), (1e3, 1e3)), whole.target_forwards, whole.drafter_forwards),
         (CostCurve((1, 65), (1e3, 65e3)), NEW, 6),  # pauses of 1, 2, 4, 8, 16 and 32 rounds
@@ -148,6 +149,27 @@ def test_auto_budget_changes_the_trees_and_not_the_tokens(engines, monkeypatch) 
         assert (made.target_forwards, made.drafter_forwards) == (forwards, drafts)
     again = speculate(engine, truth, mode="ddtree", budget="auto")
     assert again.drafter_forwards == 1  # it has learnt to rest for 64 rounds
+
+
+def test_auto_does_not_believe_a_drafter_that_errs(engines, monkeypatch) -> None:
+    """Always sure and always wrong: after a few rounds it is hardly asked any more."""
+    engine = engines["marlin", "float32"]
+    truth = engine.generate(PROMPT, NEW)
+    wrong = [(token + 1) % 512 for token in PROMPT + truth.tokens]
+
+    def draft(self, anchor: int, position: int, embed, head) -> torch.Tensor:
+        logits = torch.zeros(7, 512)
+        for depth, token in enumerate(wrong[position + 1 : position + 8]):
+            logits[depth, token] = 30.0
+        return logits
+
+    monkeypatch.setattr(ScriptedDrafter, "draft", draft)
+    monkeypatch.setattr(engine, "pauses", Pauses())
+    monkeypatch.setattr(engine, "calibration", Calibration())
+    monkeypatch.setattr(engine, "_costs", CostCurve((1, 65), (1e3, 20e3)))
+    made = speculate(engine, truth, mode="ddtree", budget="auto")
+    assert made.tokens == truth.tokens
+    assert 2 <= made.drafter_forwards < 12
 
 
 def test_parts_are_what_time_went_to(engines, monkeypatch) -> None:
@@ -187,6 +209,25 @@ def test_rows_do_not_depend_on_what_else_is_in_a_step(engines) -> None:
         for i, token in enumerate(tokens):
             row = engine.model.forward(sequence(np.array([token]), i), cache)[0]
             assert np.array_equal(row[0].view(np.uint32), whole[i].view(np.uint32)), i
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_prompt_of_any_number_of_rows_has_the_same_bits(dtype, engines, poisoned) -> None:
+    """1,100 rows in steps of 1 (the last ones), 64, 97, 130, 330 and 1024."""
+    engine = engines["marlin", dtype]
+    tokens = np.random.default_rng(6).integers(0, 512, 1100)
+
+    def logits(rows: int) -> np.ndarray:
+        cache = engine.model.new_cache(len(tokens))
+        return np.concatenate([
+            engine.model.forward(sequence(tokens[i : i + rows], i), cache)[0]
+            for i in range(0, len(tokens), rows)
+        ])  # fmt: skip
+
+    truth = logits(64)
+    assert np.isfinite(truth).all()
+    for rows in (97, 130, 330, 1024):
+        assert np.array_equal(logits(rows).view(np.uint32), truth.view(np.uint32)), rows
 
 
 def test_plain_and_absorbed_attention_agree(engines) -> None:
