@@ -40,14 +40,14 @@ class Ranks:
 
     def all_reduce(self, partial: Array) -> Array:
         """The ranks' partial sums, added in rank order."""
-        total, *others = self._gather(partial)
+        total, *others = self.gather(partial)
         for other in others:
             total = total + other
         return total
 
     def all_gather(self, part: Array) -> Array:
         """The ranks' columns side by side."""
-        parts = self._gather(part)
+        parts = self.gather(part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def broadcast(self, value: Any) -> Any:
@@ -61,7 +61,8 @@ class Ranks:
             distributed.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def _gather(self, part: Array) -> list[Array]:
+    def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
+        """Every rank's `part`, all of one shape, in rank order."""
         if self.size == 1:
             return [part]
         import torch

@@ -8,7 +8,6 @@ float32 logit bits at every committed position, by DESIGN.md's exactness rule.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,18 +15,16 @@ import torch
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH
+from kconvert.runtime.backends.cpu import CpuBackend
+from kconvert.runtime.backends.protocol import DTYPES, REACH, Sampling
 from kconvert.runtime.clock import Clock
 from kconvert.runtime.config import read_config
 from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses
-from kconvert.runtime.drafting.ddtree import walk
 from kconvert.runtime.drafting.dflash import Drafter
 from kconvert.runtime.drafting.dflash_config import TargetDims
 from kconvert.runtime.drafting.policy import AUTO, NO_TREE, Drafting, measured_costs
-from kconvert.runtime.model import DTYPES, Model
-from kconvert.runtime.sampling import pick
-from kconvert.runtime.step import drafted, sequence
+from kconvert.runtime.model import Model
 from kconvert.runtime.weights import Blobs
 
 MODES = ("ar", "chain", "ddtree")
@@ -92,24 +89,24 @@ class Engine:
             target = TargetDims(config.hidden, config.vocabulary, config.layers)
             kind = torch.float32 if dtype == "float32" else torch.bfloat16
             opened = Drafter.open(Path(drafter), target, kind)
-            if opened.config.block > MAX_DRAFT_DEPTH:
+            if opened.config.block > REACH:
                 raise UnsupportedError(
                     f"the drafter in {drafter} has block_size {opened.config.block}: at most"
-                    f" {MAX_DRAFT_DEPTH} can be verified."
+                    f" {REACH} can be verified."
                 )
             if opened.config.hidden < _SHARED_HIDDEN:
                 torch.set_num_threads(1)  # threads would wait for one another longer than they work
-        return cls(Model(config, mapped, ranks, dtype), opened)
+        return cls(Model(config, mapped, CpuBackend(config, ranks, dtype)), opened)
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """float32 [T, V] at every position of a text, as of a prompt. Raises UnsupportedError for
         tokens that cannot be, CheckpointError where weights were changed."""
         tokens = self.checked(token_ids, 0)
-        cache = self.model.new_cache(len(tokens))
-        rows = [
-            self.model.forward(sequence(tokens[i : i + PREFILL_ROWS], i), cache)[0]
-            for i in range(0, len(tokens), PREFILL_ROWS)
-        ]
+        model, ops = self.model, self.model.backend
+        cache, rows = model.new_cache(len(tokens)), []
+        for i in range(0, len(tokens), PREFILL_ROWS):
+            hidden, _ = model.forward(ops.sequence(tokens[i : i + PREFILL_ROWS], i), cache)
+            rows.append(ops.gather(model.head(hidden)))
         return np.concatenate(rows)
 
     def generate(
@@ -140,8 +137,8 @@ class Engine:
         draft = self._drafting(mode, budget, chain_seed, clock)
         nodes = draft.most if draft else 0
         slots = len(prompt) + max_new_tokens + nodes + 1
-        choose = partial(pick, temperature=temperature, seed=seed)
-        for tokens, logits in self._rounds(prompt, slots, choose, draft, clock):
+        sampling = Sampling(temperature, seed)
+        for tokens, logits in self._rounds(prompt, slots, sampling, draft, clock, keep_logits):
             result.target_forwards += 1
             room = max_new_tokens - len(result.tokens)
             ended = next(
@@ -175,38 +172,44 @@ class Engine:
         self,
         prompt: NDArray[np.int64],
         slots: int,
-        choose: Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.int64]],
+        sampling: Sampling,
         draft: Drafting | None,
         clock: Clock,
+        keep_logits: bool,
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
-        """Committed tokens and the logits each was chosen from, a target forward at a time."""
-        model, aux_layers = self.model, draft.aux_layers if draft else ()
-        cache = model.new_cache(slots)
+        """Committed tokens and, if they are kept, the logits each was chosen from, a target forward
+        at a time."""
+        model, ops, aux_layers = self.model, self.model.backend, draft.aux_layers if draft else ()
+        cache, nothing = model.new_cache(slots), np.empty((0, 0), np.float32)
         for begin in range(0, len(prompt), PREFILL_ROWS):
-            part = prompt[begin : begin + PREFILL_ROWS]
-            logits, features = model.forward(sequence(part, begin), cache, aux_layers)
+            step = ops.sequence(prompt[begin : begin + PREFILL_ROWS], begin)
+            hidden, features = model.forward(step, cache, aux_layers)
             if draft:
                 draft.commit(features)
                 draft.catch_up()
+        last = ops.sequence(prompt[-1:], len(prompt) - 1)
+        logits = model.head(hidden[-1:])
         clock("prefill")
         start = len(prompt)  # positions below are committed
-        token = int(choose(logits[-1:], np.array([start]))[0])
-        yield [token], logits[-1:]
+        token = int(ops.pick(logits, last, sampling)[0])
+        yield [token], ops.gather(logits) if keep_logits else nothing
         while True:
             clock("host")
             tree = draft(token, start) if draft else NO_TREE
-            step = drafted(token, tree, start)
+            step = ops.drafted(token, start, tree)
             clock("tree")
-            logits, features = model.forward(step, cache, aux_layers)
-            chosen = choose(logits, step.positions + 1)
+            hidden, features = model.forward(step, cache, aux_layers)
+            logits = model.head(hidden)
+            chosen = ops.pick(logits, step, sampling)
             clock("verify")
-            accepted, token = walk(tree, chosen)
-            cache.commit(step.slots, accepted)
+            accepted, token = ops.walk(tree, chosen)
+            ops.compact(cache, step, accepted)
             start += len(accepted)
             clock("walk")
             if draft:
-                draft.commit(features[accepted])
-            yield chosen[accepted].tolist(), logits[accepted]
+                draft.commit([rows[accepted] for rows in features])
+            kept = ops.gather(logits)[accepted] if keep_logits else nothing
+            yield chosen[accepted].tolist(), kept
 
     def costs(self) -> CostCurve:
         """Seconds of a verify step by its rows, measured once on this machine and model."""

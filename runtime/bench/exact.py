@@ -87,7 +87,7 @@ def _exact_rows(
     kinds = configurations(BUDGETS, engine)
     rows = [
         {
-            "layout": engine.model.blobs.manifest.layout, "dtype": engine.model.dtype,
+            "layout": engine.model.blobs.manifest.layout, "dtype": engine.model.backend.dtype,
             "temperature": temperature, "mode": mode, "budget": budget, "tokens": 0,
             "target_forwards": 0, "ar_forwards": 0, "differ": {},
         }

@@ -1,19 +1,18 @@
 """The drafting policy: the drafter's context, and a tree, or none, below each newest token."""
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH
+from kconvert.runtime.backends.protocol import REACH
 from kconvert.runtime.clock import Clock
 from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses, rates
-from kconvert.runtime.drafting.ddtree import Tree, build_tree, chain, top_k
+from kconvert.runtime.drafting.ddtree import Tree, chain, top_k
 from kconvert.runtime.drafting.dflash import Drafter
 from kconvert.runtime.model import Model
-from kconvert.runtime.step import sequence
 
 AUTO = "auto"
 MOST_AUTO = 64
@@ -24,17 +23,17 @@ NO_TREE = Tree(
 
 def measured_costs(model: Model) -> CostCurve:
     """Seconds of a verify step of this model on this machine, by its rows."""
-    start = 2 * MAX_DRAFT_DEPTH
+    start = 2 * REACH
     cache = model.new_cache(start + MOST_AUTO + 1)
     points = []
     # Unlike tokens go to unlike experts, as a tree's do.
     tokens = np.random.default_rng(0).integers(model.config.vocabulary, size=MOST_AUTO + 1)
     for rows in (1, 2, 4, 8, 16, 32, MOST_AUTO + 1):
-        step = replace(sequence(tokens[:rows], start), prefill=False)
-        model.forward(step, cache)  # touches weights, compiles
+        step = model.backend.sequence(tokens[:rows], start)
+        model.head(model.forward(step, cache)[0])  # touches weights, compiles
         for _ in range(3):
             begin = time.perf_counter()
-            model.forward(step, cache)
+            model.head(model.forward(step, cache)[0])
             points.append((rows, time.perf_counter() - begin))
     return CostCurve.measured(points)
 
@@ -68,11 +67,11 @@ class Drafting:
         self.forwards = 0
         drafter.reset()
 
-    def commit(self, features: NDArray[np.float32]) -> None:
-        """Newly committed rows' outputs of the target layers, in order."""
-        self._waiting.append(features)
+    def commit(self, features: Sequence[NDArray[np.float32]]) -> None:
+        """Newly committed rows' outputs [T, D] of each of the target layers, in order."""
+        self._waiting.append(np.concatenate(features, axis=1))
         if self._promised is not None:
-            self._calibration.verified(self._promised, len(features) - 1)
+            self._calibration.verified(self._promised, len(features[0]) - 1)
             self._promised = None
 
     def catch_up(self, but: int = 0) -> None:
@@ -97,7 +96,8 @@ class Drafting:
         if self._mode == "chain":
             tree = chain(*top_k(logits, 1), self.most)
         else:
-            tree = build_tree(*top_k(logits, self.most), self.most, self._chain_seed)
+            ids, logprobs = top_k(logits, self.most)
+            tree = self._model.backend.grow(ids, logprobs, self.most, self._chain_seed)
         pays = True
         if self._costs is not None:
             probabilities = np.exp(tree.path_logprobs)
@@ -105,14 +105,18 @@ class Drafting:
             tree = tree.first(int(promised.argmax()))
             pays = bool(promised.max() * self._costs(1) >= 1)
         # What rank 0 found is everybody's: clocks differ, and drafting is done together.
-        tree, pays = self._model.ranks.broadcast((tree, pays))
+        tree, pays = self._model.backend.ranks.broadcast((tree, pays))
         self._pauses.drafted(pays)
         if self._costs is not None:
             self._promised = float(np.exp(tree.path_logprobs).sum())
         return tree
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._model.embed(ids.numpy()))
+        model = self._model
+        rows = model.backend.embed_tokens(model.weights.embedding, ids.numpy())
+        return torch.from_numpy(rows)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._model.head(hidden.float().contiguous().numpy()))
+        model = self._model
+        logits = model.head(hidden.float().contiguous().numpy())
+        return torch.from_numpy(model.backend.gather(logits))

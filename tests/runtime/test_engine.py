@@ -15,7 +15,6 @@ from kconvert.runtime.cache import LatentCache
 from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.model import Model
-from kconvert.runtime.step import sequence
 
 PROMPT = np.random.default_rng(5).integers(0, 256, 70).tolist()
 NEW_CACHE = Model.new_cache
@@ -68,6 +67,13 @@ def poisoned(monkeypatch) -> None:
         return cache
 
     monkeypatch.setattr(Model, "new_cache", new_cache)
+
+
+def logits_of(engine: Engine, tokens: np.ndarray, start: int, cache: LatentCache) -> np.ndarray:
+    """float32 [T, V] of a step of these rows."""
+    model = engine.model
+    hidden, _ = model.forward(model.backend.sequence(tokens, start), cache)
+    return model.backend.gather(model.head(hidden))
 
 
 def bits(generation: Generation) -> np.ndarray:
@@ -207,7 +213,7 @@ def test_rows_do_not_depend_on_what_else_is_in_a_step(engines) -> None:
         assert truth.tokens == []
         cache = engine.model.new_cache(170)
         for i, token in enumerate(tokens):
-            row = engine.model.forward(sequence(np.array([token]), i), cache)[0]
+            row = logits_of(engine, np.array([token]), i, cache)
             assert np.array_equal(row[0].view(np.uint32), whole[i].view(np.uint32)), i
 
 
@@ -220,7 +226,7 @@ def test_a_prompt_of_any_number_of_rows_has_the_same_bits(dtype, engines, poison
     def logits(rows: int) -> np.ndarray:
         cache = engine.model.new_cache(len(tokens))
         return np.concatenate([
-            engine.model.forward(sequence(tokens[i : i + rows], i), cache)[0]
+            logits_of(engine, tokens[i : i + rows], i, cache)
             for i in range(0, len(tokens), rows)
         ])  # fmt: skip
 
@@ -230,17 +236,15 @@ def test_a_prompt_of_any_number_of_rows_has_the_same_bits(dtype, engines, poison
         assert np.array_equal(logits(rows).view(np.uint32), truth.view(np.uint32)), rows
 
 
-def test_plain_and_absorbed_attention_agree(engines) -> None:
-    """Two forms of one product: the same logits but for rounding."""
-    engine = engines["marlin", "float32"]
-    tokens = np.random.default_rng(4).integers(0, 512, 130)
-    plain = sequence(tokens, 0)
-    forms = [
-        engine.model.forward(step, engine.model.new_cache(130))[0]
-        for step in (plain, replace(plain, prefill=False))
-    ]
-    assert np.linalg.norm(forms[0] - forms[1]) <= 1e-5 * np.linalg.norm(forms[0])
-    assert not np.array_equal(*forms)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_text_resumed_in_the_middle_goes_on_the_same(dtype, engines) -> None:
+    """What was generated has the bits that it has as a prompt."""
+    engine = engines["marlin", dtype]
+    truth = engine.generate(PROMPT, NEW, keep_logits=True)
+    for cut in (1, 17, 42):
+        resumed = engine.generate(PROMPT + truth.tokens[:cut], NEW - cut, keep_logits=True)
+        assert resumed.tokens == truth.tokens[cut:]
+        assert np.array_equal(bits(resumed), bits(truth)[cut:])
 
 
 def test_stop_tokens_and_streaming(engines, monkeypatch) -> None:

@@ -32,6 +32,6 @@ def test_one_that_is_larger_than_the_bound_is_kept_alone() -> None:
 def test_a_bound_costs_time_and_no_bit(mini) -> None:
     tokens = np.random.default_rng(0).integers(0, 512, 40).tolist()
     wide, narrow = (Engine.open(mini["marlin"]) for _ in range(2))
-    narrow.model._experts = Kept(1 << 20)
+    narrow.model.backend.kept = Kept(1 << 20)
     assert np.array_equal(wide.logits(tokens), narrow.logits(tokens))
-    assert narrow.model._experts.nbytes <= 1 << 20 < wide.model._experts.nbytes
+    assert narrow.model.backend.kept.nbytes <= 1 << 20 < wide.model.backend.kept.nbytes

@@ -39,7 +39,7 @@ def assert_golden(case: dict, tree: Tree) -> None:
     assert tree.token_ids.tolist() == golden(case, "token_ids")[:count].tolist()
     assert tree.depths.tolist() == golden(case, "depths")[:count].tolist()
     assert tree.parents.tolist() == golden(case, "parents")[: count + 1].tolist()
-    step = drafted(0, tree, case["start"])
+    step = drafted(0, tree, case["start"], 64)
     positions = golden(case, "positions")[: count + 1]
     assert step.positions.tolist() == positions.tolist()
     for row, visible in enumerate(golden(case, "visibility")[: count + 1, : count + 1]):
