@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.experts import Matrix, stacked
 from kconvert.layouts.formats.compressed_tensors import unpack_codes
+from kconvert.layouts.layout import Layout
+from kconvert.layouts.quantization import Role
 from kconvert.layouts.sharding import Parallelism, rank_experts
 from kconvert.runtime.backends.protocol import (
     Array,
@@ -109,7 +111,7 @@ class Model:
             x, h = ops.add_norm(x, ops.sums(values, layer.output), layer.mlp_norm)
             sums = self._mlp(h, layer.mlp) if layer.mlp else None  # [T, D]
             if layer.moe:
-                routing = ops.route(ops.sums(h, layer.moe.router), layer.moe.bias)
+                routing = ops.route(ops.sums(h, layer.moe.router), layer.moe.bias, step)
                 sums = ops.experts(h, routing, layer.moe.experts, sums)
         x, h = ops.add_norm(x, sums, w.norm)
         outputs.append(x)  # outputs[i + 1] is layer i's, outputs[0] the embedding
@@ -210,14 +212,20 @@ class BlobExperts:
         """Their scales [n, groups]."""
         return self._layout.unpack("scale", self._stored(matrix, "scale", expert))
 
+    def stack(self, matrix: Matrix, role: Role) -> Source:
+        """The rank's experts in the layout of its blobs, as they lie."""
+        return self.blobs.stack(self._name(matrix, role))
+
     @property
-    def _layout(self):  # type: ignore[no-untyped-def]
+    def _layout(self) -> Layout:
         assert self.blobs.layout is not None  # there are experts
         return self.blobs.layout
 
-    def _stored(self, matrix: Matrix, role, expert: int) -> Source:  # type: ignore[no-untyped-def]
-        name = f"model.layers.{self.layer}.mlp.experts.{stacked(matrix, role).name}"
-        return self.blobs.expert(name, expert - self.experts.start)
+    def _stored(self, matrix: Matrix, role: Role, expert: int) -> Source:
+        return self.blobs.expert(self._name(matrix, role), expert - self.experts.start)
+
+    def _name(self, matrix: Matrix, role: Role) -> str:
+        return f"model.layers.{self.layer}.mlp.experts.{stacked(matrix, role).name}"
 
 
 def _part(matrix: Source, rows: range) -> Source:

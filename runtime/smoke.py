@@ -31,7 +31,12 @@ class Request:
 
 
 def smoke(
-    output: Path, drafter: Path | None, dtype: str, request: Request, write: Callable[[str], object]
+    output: Path,
+    drafter: Path | None,
+    dtype: str | None,
+    request: Request,
+    write: Callable[[str], object],
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Generate, `write` text as it comes, and report.
 
@@ -39,7 +44,7 @@ def smoke(
     (null where none is, or where it was not asked for). Raises what `Engine` does.
     """
     ranks = ranks_from_environment()
-    engine = Engine.open(output, drafter, dtype, ranks)
+    engine = Engine.open(output, drafter, dtype, ranks, device)
     write = write if ranks.rank == 0 else lambda _: None
     tokenizer = None if request.tokens is not None else Tokenizer(output)
     if tokenizer is not None and tokenizer.vocabulary > engine.model.config.vocabulary:

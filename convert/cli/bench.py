@@ -7,6 +7,11 @@ import typer
 
 from kconvert.convert.cli.common import Json, explained, folder_argument, show, to_stderr
 
+DtypeOption = Annotated[
+    str | None,
+    typer.Option("--dtype", help="float32 or bfloat16; if not given float32, on the GPU bfloat16."),
+]
+DeviceOption = Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")]
 bench = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
 
 
@@ -79,13 +84,14 @@ def bench_decode(
     prompts: Prompts,
     count: Count = None,
     new_tokens: NewTokens = 128,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "auto",
     picture: Annotated[
         Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """ar, chains and trees of several budgets side by side, on the CPU.
+    """ar, chains and trees of several budgets side by side.
 
     A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert bench decode …
     """
@@ -98,7 +104,7 @@ def bench_decode(
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"{picture.parent} is no folder here", param_hint="--picture")
     chosen = read_prompts(prompts, count)
-    table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr)
+    table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr, device)
     if table["rank"] != 0:
         return
     show(table, as_json, text.bench_decode_text, quiet=False)
@@ -116,6 +122,7 @@ def bench_exact(
     outputs: Annotated[list[Path], typer.Argument(help="Converted folders.")],
     count: Count = None,
     new_tokens: NewTokens = 128,
+    device: DeviceOption = "auto",
     as_json: Json = False,
 ) -> None:
     """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs.
@@ -128,7 +135,7 @@ def bench_exact(
     from kconvert.runtime.bench.prompts import read_prompts
 
     chosen = read_prompts(prompts, count)
-    table = measure(outputs, drafter, chosen, new_tokens, to_stderr)
+    table = measure(outputs, drafter, chosen, new_tokens, to_stderr, device=device)
     if table["rank"] == 0:
         show(table, as_json, text.bench_exact_text, quiet=False)
     if not table["exact"]:

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 
 import typer
 
-from kconvert.convert.cli.bench import bench
+from kconvert.convert.cli.bench import DeviceOption, DtypeOption, bench
 from kconvert.convert.cli.common import (
     INTERRUPTED,
     Json,
@@ -259,7 +259,8 @@ def smoke_generate(
     max_new_tokens: Annotated[int, typer.Option(min=0, help="At most so many.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling.")] = 0,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: DtypeOption = None,
+    device: DeviceOption = "auto",
     chain_seed: Annotated[
         bool, typer.Option("--chain-seed", help="Trees begin with the likeliest chain.")
     ] = False,
@@ -268,7 +269,7 @@ def smoke_generate(
     ] = False,
     as_json: Json = False,
 ) -> None:
-    """Generate on the CPU, and say how fast and how exact.
+    """Generate, and say how fast and how exact.
 
     A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert smoke-generate …
 
@@ -295,7 +296,7 @@ def smoke_generate(
         check_exact=check_exact,
     )
     write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
-    table = smoke(output, drafter, dtype, request, write)
+    table = smoke(output, drafter, dtype, request, write, device)
     if table["rank"] == 0:
         show(table, as_json, text.smoke_text, quiet=False)
     if table["differs"] is not None:

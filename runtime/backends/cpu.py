@@ -130,7 +130,7 @@ class CpuBackend:
         loops.silu_mul(gate_up, self._bf16, out)
         return out
 
-    def route(self, logits: Array, bias: Source) -> tuple[Ints, Array]:
+    def route(self, logits: Array, bias: Source, step: Step) -> tuple[Ints, Array]:
         c = self.config
         ids = np.empty((len(logits), c.top_k), np.int64)
         weights = np.empty((len(logits), c.top_k), np.float32)

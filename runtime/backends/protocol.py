@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.experts import Matrix
+from kconvert.layouts.quantization import Role
 from kconvert.runtime.distributed import Ranks
 
 DTYPES = ("float32", "bfloat16")  # what activations are rounded to
@@ -54,6 +55,9 @@ class ExpertSource(Protocol):
 
     layer: int
     experts: range  # the model's numbers
+
+    def stack(self, matrix: Matrix, role: Role) -> Source:
+        """All of them in the layout of its blobs, as they lie."""
 
     def codes(self, matrix: Matrix, expert: int) -> Source:
         """Signed codes int8 [n, k] of the expert of this number."""
@@ -123,7 +127,7 @@ class Backend(Protocol):
     def silu_mul(self, gate_up: Array) -> Array:
         """SiLU(gate) · up of [T, gate N | up N]: activations [T, N]."""
 
-    def route(self, logits: Array, bias: Weight) -> tuple[Array, Array]:
+    def route(self, logits: Array, bias: Weight, step: Step) -> tuple[Array, Array]:
         """noaux_tc: the k experts of the greatest sigmoid(logit) + bias, best first, ties to the
         lowest id; weights are their sigmoids, normalised, times a factor. → ids, weights [T, k]."""
 

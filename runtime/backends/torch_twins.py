@@ -154,7 +154,7 @@ class TwinBackend:
         gate, up = gate_up.to(self._wide).chunk(2, dim=1)
         return self._rounded(gate / (1 + (-gate).exp()) * up)
 
-    def route(self, logits: Tensor, bias: Tensor) -> Pair:
+    def route(self, logits: Tensor, bias: Tensor, step: Any) -> Pair:
         c = self.config
         scores = logits.sigmoid()
         ids = (scores + bias).sort(dim=-1, descending=True, stable=True).indices[:, : c.top_k]

@@ -18,14 +18,15 @@ def bench_decode(
     drafter: Path,
     prompts: list[list[int]],
     new_tokens: int,
-    dtype: str,
+    dtype: str | None,
     report: Report,
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Tokens a second, target forwards and committed tokens a forward of `ar`, chains and trees
     of several budgets and of the budget `auto`, what each step's time goes to, and which share of
     the steps `reached` each depth of their draft. Started by torchrun, rank 0's clock counts."""
     ranks = ranks_from_environment()
-    engine = Engine.open(output, drafter, dtype, ranks)
+    engine = Engine.open(output, drafter, dtype, ranks, device)
     report = report if ranks.rank == 0 else lambda _: None
     for prompt in prompts:
         engine.checked(prompt, new_tokens)
@@ -52,7 +53,8 @@ def bench_decode(
         "rank": ranks.rank,
         "tp": ranks.size,
         "date": time.strftime("%Y-%m-%d"),
-        "dtype": dtype,
+        "dtype": engine.model.backend.dtype,
+        "device": engine.device,
         "prompts": len(prompts),
         "new_tokens": new_tokens,
         "rows": rows,

@@ -113,7 +113,7 @@ def results(ops: Any, put: Any, get: Any, given: Inputs) -> dict[str, NDArray[An
     logits = given.rng.normal(size=(t, c.experts)).astype(np.float32)
     bias = given.rng.normal(size=c.experts).astype(np.float32)
     logits[:, 4:6], bias[4:6] = logits[:, 2:4], bias[2:4]  # ties
-    ids, weights = ops.route(put(logits, "sums"), ops.vector(bias))
+    ids, weights = ops.route(put(logits, "sums"), ops.vector(bias), step)
     out["route.ids"], out["route.weights"] = get(ids).astype(np.int64), get(weights)
     experts = ops.experts_of(given.experts)
     for name, shared in (("experts", None), ("experts.shared", put(sums, "sums"))):

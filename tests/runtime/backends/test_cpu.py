@@ -71,7 +71,7 @@ def test_a_rows_bits_do_not_depend_on_the_others(dtype: str) -> None:
 
     def outputs(rows: np.ndarray) -> list[np.ndarray]:
         h = x[rows]
-        routing = ops.route(ops.sums(h, router), bias)
+        routing = ops.route(ops.sums(h, router), bias, None)
         return [
             ops.linear(h, w), ops.sums(h, w), ops.silu_mul(gate_up[rows]), *routing,
             ops.experts(h, routing, experts, None),
