@@ -8,15 +8,18 @@ import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import UnavailableError, UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = NDArray[np.float32]
 MEETING = timedelta(minutes=5)  # how long ranks wait for one another to start
@@ -30,6 +33,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed's; None: all processes
+    gpus: Any = None  # the same ranks' group of GPUs, after `on_gpus`
 
     def rank_slice(self, what: str, count: int) -> range:
         """This rank's part of `count` heads, rows or columns."""
@@ -49,6 +53,24 @@ class Ranks:
         """The ranks' columns side by side."""
         parts = self.gather(part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def on_gpus(self) -> "Ranks":
+        """The same rank, with NCCL between its GPU and the others'. All ranks call it."""
+        if self.size == 1:
+            return self
+        rank, world = _launched()
+        return replace(self, gpus=_gpu_groups(self.size, world)[rank // self.size])
+
+    def all_gather_tensor(self, part: "Tensor") -> "Tensor":
+        """Every rank's `part`, on this rank's GPU [ranks, *shape], in rank order. It waits for
+        nothing on the host, and can be captured."""
+        import torch
+        from torch import distributed
+
+        parts = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
+        with _others_there():
+            distributed.all_gather_into_tensor(parts, part, group=self.gpus)
+        return parts
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 has, on every rank."""
@@ -150,6 +172,32 @@ def _groups(size: int, world: int) -> list[Any]:
         raise UnavailableError(
             f"{world} ranks could not meet at {address}, which MASTER_ADDR and MASTER_PORT name"
             f" ({_first_line(error)}): start them with torchrun."
+        ) from error
+
+
+@cache
+def _gpu_groups(size: int, world: int) -> list[Any]:
+    """Each team's group of GPUs, one a process of this host. NVLink multicast stays off: a program
+    that uses it can put the GPUs of a shared host out of service."""
+    import torch
+    from torch import distributed
+
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise UnavailableError(
+            f"this is process {local} of its host, which has {torch.cuda.device_count()} GPU(s):"
+            " start one a GPU."
+        )
+    torch.cuda.set_device(local)
+    try:
+        return [
+            distributed.new_group(list(range(i, i + size)), MEETING, backend="nccl")
+            for i in range(0, world, size)
+        ]
+    except (RuntimeError, ValueError) as error:
+        raise UnavailableError(
+            f"the GPUs of {size} ranks could not meet through NCCL ({_first_line(error)})."
         ) from error
 
 

@@ -118,6 +118,7 @@ class Engine:
         from kconvert.runtime.backends.cuda_decoder import CudaDecoder
         from kconvert.runtime.drafting.cuda_drafter import CudaDrafter
 
+        ranks = ranks.on_gpus()
         device = torch.device("cuda", torch.cuda.current_device())
         model = Model(config, blobs, CudaBackend(config, ranks, device))
         _ = model.weights  # loads them

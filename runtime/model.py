@@ -133,7 +133,7 @@ class Model:
         head = "model.embed_tokens" if c.tied_head else "lm_head"
         rows = self._get(head, c.vocabulary, c.hidden)
         return Weights(
-            embedding=ops.matrix(self._get("model.embed_tokens", c.vocabulary, c.hidden)),
+            embedding=ops.embedding(self._get("model.embed_tokens", c.vocabulary, c.hidden)),
             layers=[self._layer(number) for number in range(c.layers)],
             norm=self._norm("model.norm", c.hidden, c.norm_eps),
             head=ops.matrix(_part(rows, self._vocabulary)),

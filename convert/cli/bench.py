@@ -71,6 +71,22 @@ def bench_moe(
     show(result, as_json, text.bench_moe_text, quiet=False)
 
 
+@bench.command("linear")
+@explained
+def bench_linear(
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Every bf16 product of a K2.6 TP8 rank on this GPU, against only reading its weight."""
+    from kconvert.convert.cli import text
+    from kconvert.runtime.bench import linear, moe
+
+    result = linear.bench_linear(report=to_stderr)
+    if save is not None:
+        moe.save(result, save)
+    show(result, as_json, text.bench_linear_text, quiet=False)
+
+
 Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].')]
 Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]

@@ -257,6 +257,20 @@ def bench_moe_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bench_linear_text(table: dict[str, Any]) -> str:
+    """`bench linear` as a table: microseconds, and the floor of only reading the weight."""
+    lines = [
+        f"{table['card']}, {table['date']}",
+        "product                   N      K    M       µs  floor µs  × floor",
+    ]
+    lines += [
+        f"{row['product']:<16} {row['N']:>10} {row['K']:>6} {row['M']:>4} {row['us']:>8.1f}"
+        f" {row['floor_us']:>9.1f} {row['over_floor']:>8.2f}"
+        for row in table["rows"]
+    ]
+    return "\n".join(lines)
+
+
 def bench_decode_text(table: dict[str, Any]) -> str:
     """`bench decode` as a table."""
     lines = [

@@ -37,6 +37,9 @@ class CpuBackend:
     def matrix(self, *parts: Source) -> Matrix:
         return parts
 
+    def embedding(self, table: Source) -> Matrix:
+        return (table,)
+
     def vector(self, values: Source) -> Source:
         return values
 

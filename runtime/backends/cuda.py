@@ -70,8 +70,12 @@ class CudaBackend:
     # ---- weights
 
     def matrix(self, *parts: Source) -> Tensor:
-        whole = np.concatenate(parts) if len(parts) > 1 else np.ascontiguousarray(parts[0])
+        whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
         return self._bf16(whole)
+
+    def embedding(self, table: Source) -> Embedding:
+        mine = self.ranks.rank_slice("tokens of the vocabulary", len(table))
+        return Embedding(self.matrix(table[mine.start : mine.stop]), mine.start)
 
     def vector(self, values: Source) -> Tensor:
         if values.dtype == np.uint16:
@@ -84,13 +88,13 @@ class CudaBackend:
                 f"a weight {list(values.shape)} is {values.dtype}: the GPU's kernels take BF16;"
                 " run it with --device cpu."
             )
-        return torch.from_numpy(np.ascontiguousarray(values)).to(self.device).view(torch.bfloat16)
+        return torch.from_numpy(np.array(values)).to(self.device).view(torch.bfloat16)
 
     def experts_of(self, source: ExpertSource) -> Experts:
         c, stacks = self.config, []
         for stacked in STACKED:
             values = source.stack(stacked.matrix, stacked.role)
-            tensor = torch.from_numpy(np.ascontiguousarray(values)).to(self.device)
+            tensor = torch.from_numpy(np.array(values)).to(self.device)
             stacks.append(tensor.view(torch.bfloat16) if stacked.role == "scale" else tensor)
         weights = moe.MoeWeights(*stacks)
         here, intermediate = len(weights.w2), weights.w2.shape[1] * 16
@@ -141,11 +145,10 @@ class CudaBackend:
 
     # ---- the forward pass
 
-    def embed(self, table: Embedding | Tensor, step: StepRows) -> Tensor:
-        part = table if isinstance(table, Embedding) else Embedding(table, 0)
+    def embed(self, table: Embedding, step: StepRows) -> Tensor:
         kind = torch.bfloat16 if self.ranks.size == 1 else torch.float32
         out = torch.empty(len(step.tokens), self.config.hidden, dtype=kind, device=self.device)
-        rowwise.embed(step.tokens, part.table, part.first, out)
+        rowwise.embed(step.tokens, table.table, table.first, out)
         return out if self.ranks.size == 1 else self.exchange(out).sum(0).bfloat16()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:

@@ -77,6 +77,9 @@ class Backend(Protocol):
     def matrix(self, *parts: Source) -> Weight:
         """Matrices [n, K] that multiply the same rows, one below the other: [N, K]."""
 
+    def embedding(self, table: Source) -> Weight:
+        """The whole table [V, D], of which a rank may keep its part: for `embed`."""
+
     def vector(self, values: Source) -> Weight:
         """A norm's weight or a bias, read as float32 where it is used."""
 

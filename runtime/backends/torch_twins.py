@@ -59,6 +59,9 @@ class TwinBackend:
     def matrix(self, *parts: Source) -> Tensor:
         return torch.cat([self._read(part) for part in parts])
 
+    def embedding(self, table: Source) -> Tensor:
+        return self._read(table)
+
     def vector(self, values: Source) -> Tensor:
         return self._read(values)
 

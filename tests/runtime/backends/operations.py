@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from kconvert.layouts.marlin import pack_weight, permute_scales
 from kconvert.runtime.backends.cpu_loops import rounded
 from kconvert.runtime.backends.protocol import LatentNorms, Norm
 from kconvert.runtime.config import ModelConfig
@@ -36,6 +37,15 @@ class RandomExperts:
         self._scales = {
             m: bits(rng.uniform(0.005, 0.02, (count, n, k // 32))) for m, (n, k) in sizes.items()
         }
+
+    def stack(self, matrix: str, role: str) -> NDArray[Any]:
+        """As a Marlin blob has it."""
+        codes, scales = self._codes[matrix], self._scales[matrix]
+        if role == "scale":
+            return np.stack([permute_scales(s) for s in scales])
+        nibbles = (codes + 8).astype(np.uint32).reshape(*codes.shape[:2], -1, 8)
+        packed = (nibbles << np.arange(0, 32, 4, dtype=np.uint32)).sum(-1, dtype=np.uint32)
+        return np.stack([pack_weight(p.view(np.int32)) for p in packed])
 
     def codes(self, matrix: str, expert: int) -> NDArray[np.int8]:
         return self._codes[matrix][expert - 2]
@@ -79,7 +89,7 @@ def results(ops: Any, put: Any, get: Any, given: Inputs) -> dict[str, NDArray[An
     cache, step = ops.new_cache(given.start + t + 1), given.step(ops)
     x = given.activations(t, c.hidden)
     sums = given.rng.normal(size=(t, c.hidden)).astype(np.float32)
-    embedding = ops.matrix(given.weight(c.vocabulary, c.hidden))
+    embedding = ops.embedding(given.weight(c.vocabulary, c.hidden))
     out["embed"] = get(ops.embed(embedding, step))
     parts = [ops.matrix(*(given.weight(n, c.hidden) for n in sizes)) for sizes in ((96, 40), (72,))]
     out["linear"] = get(ops.linear(put(x, "activations"), parts[0]))
