@@ -72,6 +72,27 @@ class Ranks:
             distributed.all_gather_into_tensor(parts, part, group=self.gpus)
         return parts
 
+    def shared_memory(self, size: int, device: Any) -> tuple[list[int], Any] | None:
+        """`size` bytes, zero, on each rank's GPU that every rank's can write: the addresses, in
+        rank order, and what owns them; None for one rank. All ranks call it."""
+        if self.size == 1:
+            return None
+        import torch
+        from torch.distributed import _symmetric_memory as symmetric
+
+        memory = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
+        try:
+            handle = symmetric.rendezvous(memory, self.gpus)
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"the GPUs of {self.size} ranks cannot write one another's memory"
+                f" ({_first_line(error)}): NVLink or peer access is needed."
+            ) from error
+        torch.cuda.synchronize(device)
+        handle.barrier()  # nobody writes before all is zero
+        torch.cuda.synchronize(device)
+        return [int(address) for address in handle.buffer_ptrs], (memory, handle)
+
     def broadcast(self, value: Any) -> Any:
         """What rank 0 has, on every rank."""
         if self.size == 1:

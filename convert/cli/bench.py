@@ -87,6 +87,27 @@ def bench_linear(
     show(result, as_json, text.bench_linear_text, quiet=False)
 
 
+@bench.command("exchange")
+@explained
+def bench_exchange(
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """One exchange of partial sums between ranks on GPUs, beside NCCL's and torch's.
+
+    torchrun --nproc-per-node N --no-python kconvert bench exchange
+    """
+    from kconvert.convert.cli import text
+    from kconvert.runtime.bench import exchange, moe
+
+    result = exchange.bench_exchange(report=to_stderr)
+    if result["rank"] != 0:
+        return
+    if save is not None:
+        moe.save(result, save)
+    show(result, as_json, text.bench_exchange_text, quiet=False)
+
+
 Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].')]
 Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]

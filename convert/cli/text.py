@@ -271,6 +271,21 @@ def bench_linear_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def bench_exchange_text(table: dict[str, Any]) -> str:
+    """`bench exchange` as a table: a line a way, a column a number of rows."""
+    rows = sorted({row["M"] for row in table["rows"]})
+    us = {(row["way"], row["M"]): row["us"] for row in table["rows"]}
+    same = all(row["same_bits"] for row in table["rows"])
+    lines = [
+        f"{table['ranks']} × {table['card']}, {table['date']}, µs of an exchange of"
+        f" [M, {table['hidden']}], float32; ours {'has' if same else 'DOES NOT HAVE'} NCCL's bits",
+        f"{'M':<36}" + "".join(f"{m:>8}" for m in rows),
+    ]
+    for way in dict.fromkeys(row["way"] for row in table["rows"]):
+        lines.append(f"{way:<36}" + "".join(f"{us[way, m]:>8.1f}" for m in rows))
+    return "\n".join(lines)
+
+
 def bench_decode_text(table: dict[str, Any]) -> str:
     """`bench decode` as a table."""
     lines = [
@@ -279,6 +294,8 @@ def bench_decode_text(table: dict[str, Any]) -> str:
         "mode    budget  tokens/s   × ar  forwards  fewer by  committed"
         "  draft  tree  verify  walk  host",
     ]
+    if table["device"] == "cuda":
+        return _gpu_decode_text(table, lines[0])
     for row in table["rows"]:
         share = row["share"]
         lines.append(
@@ -287,6 +304,27 @@ def bench_decode_text(table: dict[str, Any]) -> str:
             f" {row['committed_per_forward']:>10.2f} {share.get('draft', 0):>6.0%}"
             f" {share.get('tree', 0):>5.1%} {share.get('verify', 0):>7.0%}"
             f" {share.get('walk', 0):>5.1%} {share.get('host', 0):>5.1%}"
+        )
+    return "\n".join(lines)
+
+
+def _gpu_decode_text(table: dict[str, Any], title: str) -> str:
+    """Microseconds: of a token, of a step, of its host's work, of the gap before the next step."""
+    lines = [
+        f"{title}, GPU memory taken {table['gpu_bytes'] / 1e9:.2f} GB",
+        "mode    budget  tokens/s   × ar  committed  µs/token  µs/step  host  between"
+        "  draft  tree  verify",
+    ]
+    for row in table["rows"]:
+        time = row["timeline"]
+        share = time["share"]
+        lines.append(
+            f"{row['mode']:<7} {row['budget']:>6} {row['tokens_per_second']:>9.0f}"
+            f" {row['speedup']:>6.2f} {row['committed_per_forward']:>10.2f}"
+            f" {1e6 / row['tokens_per_second']:>9.1f} {row['us_per_step']:>8.1f}"
+            f" {row['us_per_step'] * row['share'].get('host', 0):>5.1f} {time['between_us']:>8.1f}"
+            f" {share.get('draft', 0):>6.0%} {share.get('tree', 0):>5.0%}"
+            f" {share.get('verify', 0):>7.0%}"
         )
     return "\n".join(lines)
 

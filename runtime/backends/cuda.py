@@ -27,6 +27,7 @@ from kconvert.runtime.kernels.tree.launch import SPLIT, WINDOW, StepRows
 from kconvert.runtime.sampling import not_finite
 
 Pair = tuple[Tensor, Tensor]
+PEER_ROWS = 128  # of an exchange through shared memory: they are all on the GPU at once
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class CudaBackend:
             heads=config.heads // ranks.size, q_lora=config.q_lora, kv_lora=config.kv_lora,
             nope=config.nope_dim, rope=config.rope_dim, value=config.value_dim,
         )  # fmt: skip
+        # Few rows go through memory that the ranks share, many through NCCL: the bits are the same.
+        self.peers = make_peers(ranks, PEER_ROWS, config.hidden, device)
         self._tables = self._rope(0)
         self._works: dict[int, moe.MoeWorkspace] = {}  # kept: graphs point into them
 
@@ -163,6 +166,8 @@ class CudaBackend:
         return out
 
     def add_norm(self, x: Tensor, sums: Tensor | None, norm: Norm) -> Pair:
+        if sums is not None and self.peers and len(sums) <= self.peers.most:
+            return rowwise.add_norm(x, sums, norm.weight, norm.epsilon, self.peers)
         parts = None if sums is None else self.exchange(sums)
         return rowwise.add_norm(x, parts, norm.weight, norm.epsilon)
 
@@ -243,6 +248,17 @@ class CudaBackend:
     def gather(self, logits: Tensor) -> NDArray[np.float32]:
         parts = self.exchange(logits)  # [ranks, T, V / ranks]
         return parts.transpose(0, 1).flatten(1).cpu().numpy()
+
+
+def make_peers(ranks: Ranks, rows: int, size: int, device: torch.device) -> rowwise.Peers | None:
+    """Shared memory for exchanges of `rows` rows; None for one rank. All ranks call it."""
+    memory = ranks.shared_memory(rowwise.peer_bytes(ranks.size, rows, size), device)
+    if memory is None:
+        return None
+    addresses, owner = memory
+    epochs = torch.zeros(rows, dtype=torch.int32, device=device)
+    table = torch.tensor(addresses, dtype=torch.int64).to(device)
+    return rowwise.Peers(table, ranks.rank, rows, epochs, owner)
 
 
 def sampling_tensor(how: Sampling, device: torch.device) -> Tensor:

@@ -97,6 +97,7 @@ class CudaDecoder:
             self._round(rows, DRAFTED if drafts else ALONE)
         self._begin(sampling, drafts)
         logits = self._prefill(prompt, prefill_rows, drafts is not None)
+        self._wait(1)
         tokens, _, _ = self._read(1)
         clock("prefill")
         yield tokens, self._ops.gather(logits) if keep_logits else _NOTHING
@@ -106,13 +107,14 @@ class CudaDecoder:
                 launched += 1
                 made = self._launch(rows, drafts)
             read += 1
+            clock("host")
+            self._wait(read)
+            clock("wait")
             tokens, count, pays = self._read(read)
-            clock("step")
             kept = _NOTHING
             if keep_logits:
                 kept = self._ops.gather(made.logits)[made.accepted[: len(tokens)].cpu().numpy()]
             yield tokens, kept
-            clock("host")
             if drafts and drafts.auto:
                 rows = bucket_of(2 * count if count == rows else count)
                 if not self.pauses:
@@ -182,7 +184,8 @@ class CudaDecoder:
             self._step(*key)  # compiles and loads, which no capture may
             torch.cuda.synchronize(self._ops.device)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
+            # NCCL's own thread asks for events meanwhile.
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits, accepted = self._step(*key)
             self._rounds[key] = Round(graph, logits, accepted)
         return self._rounds[key]
@@ -195,7 +198,7 @@ class CudaDecoder:
         drafts = drafter is not None and kind != PAUSED
         if drafter and drafts:
             logits = drafter.draft(state)
-            keys, sums = tree.top_k(logits, ops.first_token(logits), tree.NODES)
+            keys, sums = tree.top_k(logits, ops.first_token(logits))
             keys, sums = ops.exchange(keys), ops.exchange(sums)
         else:
             keys, sums = self._no_draft
@@ -227,14 +230,18 @@ class CudaDecoder:
     def _none(self) -> Tensor:
         return torch.zeros(5, dtype=torch.int32, device=self._ops.device)
 
-    def _read(self, step: int) -> tuple[list[int], int, bool]:
-        """The tokens that a step committed, its rows, and whether its draft paid."""
+    def _wait(self, step: int) -> None:
+        """Until a step has told what it committed."""
         entry = self._entries[(step - 1) % _ENTRIES]
         begin = time.perf_counter()
         while entry[0] != step:
             if time.perf_counter() - begin > _PATIENCE:
                 torch.cuda.synchronize(self._ops.device)  # an error of a kernel is raised here
                 raise UnavailableError(f"the GPU has not ended a step in {_PATIENCE:.0f} s.")
+
+    def _read(self, step: int) -> tuple[list[int], int, bool]:
+        """The tokens that a step committed, its rows, and whether its draft paid."""
+        entry = self._entries[(step - 1) % _ENTRIES]
         if entry[3] >= 0:
             raise not_finite(int(entry[3]))
         if entry[4]:
@@ -254,9 +261,11 @@ class CudaDecoder:
             step = self._ops.sequence(tokens[:rows], BUCKETS[-1])
             run = lambda step=step: self.model.head(self.model.forward(step, self._cache)[0])  # noqa: E731
             points.append((rows, _seconds(run, self._ops.device)))
-        curve = CostCurve.measured(points)
         self._state.zero_()
         draft = _seconds(lambda: self.drafter.draft(self._state), self._ops.device)  # type: ignore[union-attr]
+        # Clocks differ: what rank 0 found is everybody's, for all must cut the same trees.
+        points, draft = self._ops.ranks.broadcast((points, draft))
+        curve = CostCurve.measured(points)
         table = [draft, *curve(np.arange(1, tree.NODES + 2)).tolist()]
         self._seconds[: tree.NODES + 2] = torch.tensor(table, dtype=torch.float64)
         return curve
@@ -275,7 +284,7 @@ def _seconds(run, device: torch.device, repeats: int = 20) -> float:  # type: ig
     run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
     times = []
     for _ in range(repeats):

@@ -44,6 +44,11 @@ def bench_decode(
             )
         rows.append({"mode": mode, "budget": budget, **_summary(made)})
         report(json.dumps(rows[-1]))
+    if engine.device == "cuda":
+        from kconvert.runtime.bench.timeline import timeline
+
+        for row in rows:
+            row["timeline"] = timeline(engine, prompts[0], new_tokens, row["mode"], row["budget"])
     plain = rows[0]
     for row in rows:
         row["forwards_saved"] = plain["target_forwards"] / row["target_forwards"]
@@ -55,10 +60,19 @@ def bench_decode(
         "date": time.strftime("%Y-%m-%d"),
         "dtype": engine.model.backend.dtype,
         "device": engine.device,
+        "gpu_bytes": _gpu_bytes() if engine.device == "cuda" else None,
         "prompts": len(prompts),
         "new_tokens": new_tokens,
         "rows": rows,
     }
+
+
+def _gpu_bytes() -> int:
+    """What this process has taken of the GPU's memory, weights and CUDA's own included."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _summary(made: list[Generation]) -> dict[str, Any]:
@@ -79,5 +93,6 @@ def _summary(made: list[Generation]) -> dict[str, Any]:
         "committed_per_forward": tokens / forwards,
         "reached": [float((depths >= d).mean()) for d in range(1, max(depths, default=0) + 1)],
         "tokens_per_second": tokens / seconds,
+        "us_per_step": seconds / forwards * 1e6,
         "share": {name: part / seconds for name, part in sorted(parts.items())},
     }

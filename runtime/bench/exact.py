@@ -88,7 +88,9 @@ def _exact_rows(
     temperature: float,
     report: Report,
 ) -> list[dict[str, Any]]:
-    kinds = configurations(BUDGETS, engine)
+    kinds: list[tuple[str, int | str]] = [*configurations(BUDGETS, engine)]
+    if engine.device == "cuda":  # on the CPU it drafts by the machine's noise
+        kinds.append(("ddtree", "auto"))
     rows = [
         {
             "layout": engine.model.blobs.manifest.layout, "dtype": engine.model.backend.dtype,

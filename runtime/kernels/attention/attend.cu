@@ -15,6 +15,9 @@ constexpr int kLine = kWidth * 2 + 16;  // bytes; an odd number of 16: a matrix'
 constexpr int kWeightLine = kKeys * 2 + 16;
 constexpr int kScoreLine = kKeys + 4;
 constexpr int kColumns = C / 4;  // a warp's
+// Queries, and once scores are made, in their place, weights: high halves, then low ones.
+constexpr int kQueries = 16 * kLine, kWeights = 2 * 16 * kWeightLine;
+constexpr int kShared = kQueries > kWeights ? kQueries : kWeights;
 
 extern __shared__ __align__(128) char smem[];
 
@@ -44,8 +47,8 @@ extern "C" __global__ void __launch_bounds__(128)
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
   char* key_lines = smem;
   char* query_lines = smem + kKeys * kLine;
-  float* scores = reinterpret_cast<float*>(query_lines + 16 * kLine);
-  char* weights = query_lines;  // once scores are made: high halves, then low ones
+  float* scores = reinterpret_cast<float*>(query_lines + kShared);
+  char* weights = query_lines;
 
   const int begin = prefix[row];
   const int* slots = windows + (long long)row * window - begin;  // of position p: slots[p]

@@ -45,7 +45,9 @@ class AttentionShape:
     @property
     def shared(self) -> int:
         """Dynamic shared memory of a block of attend, in bytes."""
-        return (KEYS + 16) * ((self.kv_lora + self.rope) * 2 + 16) + 16 * (KEYS + 4) * 4
+        line = (self.kv_lora + self.rope) * 2 + 16
+        queries_or_weights = max(16 * line, 2 * 16 * (KEYS * 2 + 16))
+        return KEYS * line + queries_or_weights + 16 * (KEYS + 4) * 4
 
 
 def store(

@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(128)
   if (column < C) {
     const u16* w = kv_b + (long long)head * (NOPE + VALUE) * C + column;
     float sum[kRows][2] = {};
-#pragma unroll 4
+#pragma unroll 8
     for (int n = 0; n < NOPE; n += 4) {
       float low[4], high[4];
 #pragma unroll

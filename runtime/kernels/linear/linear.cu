@@ -2,8 +2,8 @@
 //
 // K is cut into SPLIT x 4 chunks by the shape alone; a chunk is one fp32 MMA chain, in steps of 64.
 // A sum is the left fold over SPLIT of the left fold over four chunks, whatever the tiles are, so a
-// row's bits do not depend on the others. A warp streams its chunk, weights and rows, through a
-// ring of its own.
+// row's bits do not depend on the others. A warp streams its weights through a ring of its own; the
+// rows of a chunk are shared by its WARPS_N warps.
 //
 // Compile-time: SPLIT (blocks of a cluster), WARPS_N (warps side by side), TILES (of 16 columns of
 // y, a warp), ROWS (tiles of 8 rows), STAGES, WIDE (fp32 sums, or rounded to bf16).
@@ -12,16 +12,24 @@
 constexpr int CHUNKS = 4;  // warps that share K
 constexpr int kThreads = CHUNKS * WARPS_N * 32;
 constexpr int kWeights = TILES * 16 * 128, kRowBytes = ROWS * 8 * 128;
-constexpr int kStage = kWeights + kRowBytes;
-constexpr int kRing = STAGES * kStage;
-constexpr int kUnits = TILES * ROWS;  // of 16 columns x 8 rows
-static_assert(kRing >= kUnits * 512, "a partial must fit where the ring was");
+constexpr int kStage = WARPS_N * kWeights + kRowBytes;
+constexpr int kRing = STAGES * kStage;  // a chunk's
+constexpr int kUnits = TILES * ROWS;    // of 16 columns x 8 rows
+static_assert(kRing >= WARPS_N * kUnits * 512, "partials must fit where the ring was");
 
 extern __shared__ __align__(128) char smem[];
 
 // Lines of 128 bytes; the xor spreads the rows of a matrix over all banks.
 __device__ __forceinline__ u32 line(int row, int chunk16) {
   return row * 128 + ((chunk16 ^ (row & 7)) << 4);
+}
+
+// The warps that share a chunk's rows; with one, its own lanes.
+__device__ __forceinline__ void sync_chunk(int chunk) {
+  if (WARPS_N == 1)
+    __syncwarp();
+  else
+    asm volatile("bar.sync %0, %1;" ::"r"(chunk + 1), "n"(WARPS_N * 32) : "memory");
 }
 
 // x   bf16 [m, k], k a multiple of 64;  w bf16 [n, k]
@@ -38,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int steps = k / 64, all = SPLIT * CHUNKS;
   const int begin = (rank * CHUNKS + chunk) * steps / all;
   const int end = (rank * CHUNKS + chunk + 1) * steps / all;
-  const u32 ring = smem_addr(smem) + warp * kRing;
+  const u32 ring = smem_addr(smem) + chunk * kRing;
   const int row4 = lane >> 3, part = lane & 7;
   const char* wp = reinterpret_cast<const char*>(w) + ((long long)(n0 + row4) * k + part * 8) * 2;
   const char* xp = reinterpret_cast<const char*>(x) + ((long long)(m0 + row4) * k + part * 8) * 2;
@@ -47,13 +55,13 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i)
       if (n0 + i * 4 + row4 < n)
-        copy16_once(stage + line(i * 4 + row4, part), wp + ((long long)i * 4 * k + step * 64) * 2);
+        copy16_once(stage + side * kWeights + line(i * 4 + row4, part), wp + ((long long)i * 4 * k + step * 64) * 2);
   };
   auto fetch_rows = [&](u32 stage, int step) {
 #pragma unroll
-    for (int i = 0; i < ROWS * 2; ++i)
+    for (int i = side; i < ROWS * 2; i += WARPS_N)
       if (m0 + i * 4 + row4 < m)
-        copy16_shared(stage + kWeights + line(i * 4 + row4, part),
+        copy16_shared(stage + WARPS_N * kWeights + line(i * 4 + row4, part),
                       xp + ((long long)i * 4 * k + step * 64) * 2);
   };
   // Weights do not depend on the kernel before: ask for them ahead of the wait.
@@ -71,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   u32 stage = ring, ahead = ring + (STAGES - 1) * kStage;
   for (int step = begin; step < end; ++step) {
     wait_copies<STAGES - 2>();
-    __syncwarp();
+    sync_chunk(chunk);
     if (step + STAGES - 1 < end) {
       fetch_weights(ahead, step + STAGES - 1);
       fetch_rows(ahead, step + STAGES - 1);
@@ -82,13 +90,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       u32 b[ROWS][4];
 #pragma unroll
       for (int t = 0; t < ROWS; ++t)
-        load_matrices(stage + kWeights + line(t * 8 + (lane & 7), half * 4 + (lane >> 3)), b[t]);
+        load_matrices(stage + WARPS_N * kWeights + line(t * 8 + (lane & 7), half * 4 + (lane >> 3)),
+                      b[t]);
 #pragma unroll
       for (int kt = 0; kt < 2; ++kt)
 #pragma unroll
         for (int d = 0; d < TILES; ++d) {
           u32 a[4];
-          load_matrices(stage + line(d * 16 + (lane & 15), half * 4 + kt * 2 + (lane >> 4)), a);
+          load_matrices(stage + side * kWeights +
+                            line(d * 16 + (lane & 15), half * 4 + kt * 2 + (lane >> 4)),
+                        a);
 #pragma unroll
           for (int t = 0; t < ROWS; ++t) mma(acc[d][t], a, b[t][2 * kt], b[t][2 * kt + 1]);
         }
@@ -97,15 +108,15 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     stage = stage + kStage == ring + kRing ? ring : stage + kStage;
   }
   wait_copies<0>();
-  __syncwarp();
+  sync_chunk(chunk);
 #pragma unroll
   for (int d = 0; d < TILES; ++d)
 #pragma unroll
     for (int t = 0; t < ROWS; ++t)
-      store_shared_f4(ring + ((d * ROWS + t) * 32 + lane) * 16, acc[d][t]);
+      store_shared_f4(ring + ((side * kUnits + d * ROWS + t) * 32 + lane) * 16, acc[d][t]);
   __syncthreads();
 
-  const u32 partials = smem_addr(smem) + side * (CHUNKS * kRing);
+  const u32 partials = smem_addr(smem) + side * (kUnits * 512);
   for (int f = chunk * 32 + lane; f < kUnits * 32; f += CHUNKS * 32) {
     float4 sum = load_shared_f4(partials + f * 16);
 #pragma unroll

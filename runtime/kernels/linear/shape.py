@@ -30,8 +30,8 @@ class Tiles:
     @property
     def shared(self) -> int:
         """Dynamic shared memory of a block, in bytes."""
-        stage = self.columns * 16 * 128 + self.rows * 8 * 128
-        return CHUNKS * self.warps_n * self.stages * stage
+        stage = self.warps_n * self.columns * 16 * 128 + self.rows * 8 * 128
+        return CHUNKS * self.stages * stage
 
     def grid(self, n: int, m: int) -> tuple[int, int]:
         """Clusters over columns, blocks over rows."""
@@ -44,7 +44,7 @@ def tiles(n: int, m: int, gpu: Gpu) -> Tiles:
     large = gpu.shared_per_sm >= 200 * 1024
     most = 9 if large else 6
     rows = ceil(ceil(m / ceil(m / (8 * most))) / 8)
-    columns = 1 if rows <= 2 else 2 if rows <= 5 or not large else 3
-    warps_n = 2 if rows <= 2 and n > 2048 else 1
+    columns = 1 if rows <= 2 else 2
+    warps_n = 2 if rows > 5 and large else 1
     stages = 4 if rows <= 2 and large else 3 if rows <= 2 or large else 2
     return Tiles(rows, columns, warps_n, stages)

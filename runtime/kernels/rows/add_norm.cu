@@ -1,21 +1,31 @@
 // x + the ranks' sums, in rank order, rounded; and that normed, rounded. A block a row.
 //
+// The others' sums are there already, or they are exchanged here: a row is written into every other
+// rank's memory, and the row's flag there is raised to its epoch, the count of its exchanges, which
+// needs no number from the host. Two buffers take turns: who begins an exchange has ended the one
+// before, for which every rank had read the one before that.
+//
 // Compile-time: SIZE (D, a multiple of 8).
+#include "rows/exchange.cuh"
 #include "rows/reduce.cuh"
 
 constexpr int kThreads = 256;
 constexpr int kEach = (SIZE / 8 + kThreads - 1) / kThreads;  // groups of 8 values a thread
 
 // x       bf16 [rows, SIZE] or null: nothing is added to
-// sums    fp32 [ranks, rows, SIZE];  ranks 0: none
+// sums    fp32 [ranks, rows, SIZE];  ranks 0: none. With peers fp32 [rows, SIZE], this rank's
+// peers   null, or each rank's memory, exchange.cuh, for `most` rows;  epochs u32 [most]
 // weight  bf16 [SIZE];  total, normed bf16 [rows, SIZE], total null where ranks is 0
 // grid rows x 256
 extern "C" __global__ void __launch_bounds__(kThreads)
     rows_add_norm(const u16* x, const float* sums, int ranks, const u16* weight, float epsilon,
-                  u16* total, u16* normed) {
+                  u16* total, u16* normed, const u64* peers, int rank, int most, u32* epochs) {
   let_next_start();
   wait_for_previous();
   const long long row = (long long)blockIdx.x * SIZE, all = (long long)gridDim.x * SIZE;
+  const float* others = nullptr;
+  if (peers)
+    others = exchange_row<SIZE, kThreads>(sums + row, peers, ranks, rank, most, epochs);
   float v[kEach][8];
   float squares = 0.0f;
 #pragma unroll
@@ -25,8 +35,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[j][i] = 0.0f;
     for (int r = 0; r < ranks; ++r) {
-      const float4* p = reinterpret_cast<const float4*>(sums + r * all + row + k);
-      const float4 a = p[0], b = p[1];
+      const float* from = !peers || r == rank ? sums + (peers ? 0 : r * all) + row
+                                              : others + (long long)r * most * SIZE;
+      const float4 a = __ldcg(reinterpret_cast<const float4*>(from + k));
+      const float4 b = __ldcg(reinterpret_cast<const float4*>(from + k) + 1);
       const float part[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[j][i] = r ? v[j][i] + part[i] : part[i];

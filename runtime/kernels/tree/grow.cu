@@ -1,15 +1,17 @@
 // A draft tree and the rows of its step: drafting/ddtree.py's build_tree, from the same top-k the
 // same tree. Costs are float64 sums of float32 log-probabilities; ties go by the path of ranks.
 //
-// A warp a level merges its chunks' lists; one warp grows; the block writes the rows.
+// Some warps a level merge its chunks' lists; one warp grows; the block writes the rows.
 //
-// Compile-time: TOP, LEVELS (at most 16), CHUNKS (lists of a level, all ranks'), NODES (at most).
+// Compile-time: LEVELS (at most 16), CHUNKS (lists of a level, all ranks').
+#include "tree/run.cuh"
 #include "tree/state.cuh"
 
-constexpr int kThreads = LEVELS * 32;
-constexpr int kHeads = (CHUNKS + 31) / 32;
+constexpr int NODES = 64;  // tree/launch.py
+constexpr int kWarps = LEVELS <= 8 ? 4 : 2;  // a level
+constexpr int kThreads = LEVELS * kWarps * 32;
 constexpr int kCandidates = 2 * NODES + 3;
-constexpr int kRounds = TOP < NODES ? TOP : NODES;
+constexpr int kSlots = (kCandidates + 31) / 32;
 
 struct Path {  // ranks + 1 by depth, a byte each, from the most significant on; 0 behind the end
   u64 high, low;
@@ -27,8 +29,9 @@ __device__ __forceinline__ bool before(double cost, const Path& p, double other,
   return p.high != q.high ? p.high < q.high : p.low < q.low;
 }
 
-__shared__ double logprob[LEVELS][TOP];
-__shared__ int token_of[LEVELS][TOP];
+__shared__ double logprob[LEVELS][NODES];
+__shared__ int token_of[LEVELS][NODES];
+__shared__ Run runs[LEVELS * kWarps];
 __shared__ double costs[kCandidates];
 __shared__ Path paths[kCandidates];
 __shared__ int parents[kCandidates], depths[kCandidates];
@@ -36,76 +39,72 @@ __shared__ int node_token[NODES + 1], node_depth[NODES + 1], node_parent[NODES +
 __shared__ double node_logprob[NODES + 1];
 __shared__ int tree_size, wrong_draft;
 
-// The lists of a level into one of `width`, normalised.
-__device__ void merge_level(const u64* keys, const double* sums, int chunks, int level, int width) {
-  const int lane = threadIdx.x & 31;
+// The lists of a level into one, normalised. All warps call it.
+__device__ void merge_levels(const u64* keys, const double* sums, int chunks) {
+  const int lane = threadIdx.x & 31, level = (threadIdx.x >> 5) / kWarps;
   const double none = -__longlong_as_double(0x7ff0000000000000ll);
-  double greatest = none, total = 0.0;
-  u64 head[kHeads], next[kHeads];
-  const u64* from[kHeads];
-  bool wrong = false;
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    const int list = i * 32 + lane;
-    head[i] = next[i] = 0;
-    if (list >= CHUNKS) continue;
-    const long long at = ((long long)(list / chunks) * LEVELS + level) * chunks + list % chunks;
-    from[i] = keys + at * TOP;
-    head[i] = from[i][0];
-    next[i] = TOP > 1 ? from[i][1] : 0;
-    wrong |= sums[at * 2] != sums[at * 2];
-    greatest = fmax(greatest, sums[at * 2]);
+  auto list_at = [&](int list) {
+    return ((long long)(list / chunks) * LEVELS + level) * chunks + list % chunks;
+  };
+  u64 best[2] = {0, 0};
+  for (int list = (threadIdx.x >> 5) % kWarps; list < CHUNKS; list += kWarps) {
+    const u64* from = keys + list_at(list) * 64;
+    const u64 run[2] = {from[lane], from[32 + lane]};
+    keep_greatest(best, run);
   }
-  int taken[kHeads] = {};
+  merge_warps<kWarps>(runs, best);
+  if ((threadIdx.x >> 5) % kWarps) return;
+  double greatest = none, total = 0.0;
+  bool wrong = false;
+  for (int list = lane; list < CHUNKS; list += 32) {
+    const double its = sums[list_at(list) * 2];
+    wrong |= its != its;
+    greatest = fmax(greatest, its);
+  }
 #pragma unroll
   for (int d = 16; d; d /= 2) greatest = fmax(greatest, __shfl_xor_sync(~0u, greatest, d));
-#pragma unroll
-  for (int i = 0; i < kHeads; ++i) {
-    const int list = i * 32 + lane;
-    if (list >= CHUNKS) continue;
-    const long long at = ((long long)(list / chunks) * LEVELS + level) * chunks + list % chunks;
-    if (sums[at * 2] > none) total += sums[at * 2 + 1] * exp(sums[at * 2] - greatest);
+  for (int list = lane; list < CHUNKS; list += 32) {
+    const double* its = sums + list_at(list) * 2;
+    if (its[0] > none) total += its[1] * exp(its[0] - greatest);
   }
 #pragma unroll
   for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
   wrong = __any_sync(~0u, wrong);
   if (wrong && lane == 0) wrong_draft = 1;
   const float normalizer = (float)greatest + (float)log(total);
-  for (int round = 0; round < kRounds && round < width; ++round) {
-    u64 best = 0;
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) best = head[i] > best ? head[i] : best;
-    const u64 mine = best;
-#pragma unroll
-    for (int d = 16; d; d /= 2) {
-      const u64 other = __shfl_xor_sync(~0u, best, d);
-      best = other > best ? other : best;
-    }
-    if (best && mine == best) {
-#pragma unroll
-      for (int i = 0; i < kHeads; ++i)
-        if (head[i] == best) {
-          head[i] = next[i];
-          ++taken[i];
-          next[i] = taken[i] + 1 < TOP ? from[i][taken[i] + 1] : 0;
-        }
-    }
-    if (lane == 0) {
-      const u32 ordered = best >> 32;
-      const float value = __uint_as_float(ordered ^ (ordered >> 31 ? 0x80000000u : 0xffffffffu));
-      token_of[level][round] = best ? static_cast<int>(~(u32)best) : 0;
-      const bool possible = best && value > -__int_as_float(0x7f800000) && !wrong;
-      logprob[level][round] = possible ? (double)(value - normalizer) : none;
-    }
+  for (int j = 0; j < 2; ++j) {
+    const u32 ordered = best[j] >> 32;
+    const float value = __uint_as_float(ordered ^ (ordered >> 31 ? 0x80000000u : 0xffffffffu));
+    const bool possible = best[j] && value > (float)none && !wrong;
+    token_of[level][j * 32 + lane] = best[j] ? static_cast<int>(~(u32)best[j]) : 0;
+    logprob[level][j * 32 + lane] = possible ? (double)(value - normalizer) : none;
   }
 }
 
-// Every lane does the same; the search for the cheapest is shared.
+// A cost as an integer of the same order.
+__device__ __forceinline__ u64 ordered_cost(double cost) {
+  const u64 bits = static_cast<u64>(__double_as_longlong(cost + 0.0));  // -0 is 0
+  return bits ^ (bits >> 63 ? ~0ull : 1ull << 63);
+}
+
+// Every lane does the same; candidate c's cost is in lane c % 32, which makes the search short.
 __device__ void grow(int levels, int width, int budget, int seeds) {
   const int lane = threadIdx.x & 31;
   const double inf = __longlong_as_double(0x7ff0000000000000ll);
+  u64 open[kSlots];  // ~0: taken, or none
+#pragma unroll
+  for (int i = 0; i < kSlots; ++i) open[i] = ~0ull;
   int count = 1, best = 0, node = 0;
   bool on_chain = true;
+  auto add = [&](double cost, int parent, int depth, Path path) {
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i)
+      if (count == i * 32 + lane) open[i] = ordered_cost(cost);
+    if (lane == 0)
+      costs[count] = cost, parents[count] = parent, depths[count] = depth, paths[count] = path;
+    ++count;
+  };
   if (lane == 0) {
     costs[0] = 0.0, parents[0] = depths[0] = 0, paths[0] = Path{0, 0};
     node_parent[0] = -1, node_depth[0] = 0;
@@ -115,8 +114,9 @@ __device__ void grow(int levels, int width, int budget, int seeds) {
     const double cost = costs[best];
     const int depth = depths[best], parent = parents[best];
     const Path path = paths[best];
-    __syncwarp();
-    if (lane == 0) costs[best] = inf;  // taken
+#pragma unroll
+    for (int i = 0; i < kSlots; ++i)
+      if (best == i * 32 + lane) open[i] = ~0ull;  // taken
     if (depth > 0) {
       const int rank = rank_at(path, depth - 1);
       const double* row = logprob[depth - 1];
@@ -125,43 +125,37 @@ __device__ void grow(int levels, int width, int budget, int seeds) {
         node_token[node] = token_of[depth - 1][rank], node_depth[node] = depth;
         node_parent[node] = parent, node_logprob[node] = -cost;
       }
-      if (rank + 1 < width && row[rank + 1] > -inf) {
-        if (lane == 0) {
-          costs[count] = cost + row[rank] - row[rank + 1];
-          parents[count] = parent, depths[count] = depth;
-          paths[count] = with_more(path, depth - 1, 1);
-        }
-        ++count;
-      }
+      if (rank + 1 < width && row[rank + 1] > -inf)
+        add(cost + row[rank] - row[rank + 1], parent, depth, with_more(path, depth - 1, 1));
     }
     const bool has_child = depth < levels && width > 0 && logprob[depth][0] > -inf;
-    if (has_child) {
-      if (lane == 0) {
-        costs[count] = cost - logprob[depth][0];
-        parents[count] = node, depths[count] = depth + 1;
-        paths[count] = with_more(path, depth, 1);
-      }
-      ++count;
-    }
+    if (has_child) add(cost - logprob[depth][0], node, depth + 1, with_more(path, depth, 1));
     __syncwarp();
+    if (node == budget) break;
     on_chain = on_chain && has_child && node < seeds;
     if (on_chain) {
       best = count - 1;
-    } else {
-      double least = inf;
-      Path its = {~0ull, ~0ull};
-      best = 0;
-      for (int c = lane; c < count; c += 32)
-        if (before(costs[c], paths[c], least, its)) least = costs[c], its = paths[c], best = c;
+      continue;
+    }
+    u64 least = open[0];
 #pragma unroll
-      for (int d = 16; d; d /= 2) {
-        const double other = __shfl_xor_sync(~0u, least, d);
-        const Path that = {__shfl_xor_sync(~0u, its.high, d), __shfl_xor_sync(~0u, its.low, d)};
-        const int at = __shfl_xor_sync(~0u, best, d);
-        if (before(other, that, least, its)) least = other, its = that, best = at;
+    for (int i = 1; i < kSlots; ++i) least = lesser(least, open[i]);
+    const u32 high = __reduce_min_sync(~0u, (u32)(least >> 32));
+    const u32 low = __reduce_min_sync(~0u, (u32)(least >> 32) == high ? (u32)least : ~0u);
+    least = (u64)high << 32 | low;
+    if (least == ~0ull) break;
+    best = kCandidates;
+    for (int i = 0; i < kSlots; ++i) {
+      u64 mine = ~0ull;
+#pragma unroll
+      for (int j = 0; j < kSlots; ++j)
+        if (i == j) mine = open[j];
+      // Equal costs, seldom more than one: the least path.
+      for (u32 equal = __ballot_sync(~0u, mine == least); equal; equal &= equal - 1) {
+        const int c = i * 32 + __ffs(equal) - 1;
+        if (best == kCandidates || before(0.0, paths[c], 0.0, paths[best])) best = c;
       }
     }
-    if (node == budget || costs[best] == inf) break;
   }
   if (lane == 0) tree_size = node;
 }
@@ -191,7 +185,7 @@ __device__ void cut(double* seconds) {
 // options int32 {levels, width, budget, chain seed, whether `seconds` cut the tree}
 // seconds fp64 [NODES + 2 + kAutoSize]: state.cuh
 // tokens, positions, slots, prefix, counts, parents int32 [rows]; windows int32 [rows, kWindow]
-// grid 1 x 32 LEVELS.  Rows past the tree have token -1, slot -1 and count 0.
+// grid 1 x kThreads.  Rows past the tree have token -1, slot -1 and count 0.
 extern "C" __global__ void __launch_bounds__(kThreads)
     tree_grow(const u64* keys, const double* sums, int chunks, const int* options,
               double* seconds, int rows, int* state, int* tokens, int* positions, int* slots,
@@ -202,11 +196,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x >> 5;
   if (threadIdx.x == 0) wrong_draft = 0;
   __syncthreads();
-  if (warp < levels && budget > 0) merge_level(keys, sums, chunks, warp, width);
+  if (budget > 0) merge_levels(keys, sums, chunks);
   __syncthreads();
   if (warp == 0) {
     if (budget > 0) {
-      grow(levels, min(width, kRounds), budget, options[3] ? levels : 0);
+      grow(min(levels, LEVELS), min(width, NODES), budget, options[3] ? levels : 0);
       __syncwarp();
       if (options[4]) cut(seconds);
     } else if (threadIdx.x == 0) {

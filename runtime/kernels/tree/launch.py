@@ -13,7 +13,7 @@ WINDOW = SPLIT + REACH
 NODES = 64  # of a tree, at most
 LEVELS = 16  # of a draft, at most
 ROWS = 128  # of a step with choices, at most
-TOP_CHUNK, PICK_CHUNK = 2048, 4096  # logits a block
+TOP_CHUNK, PICK_CHUNK = 4096, 4096  # logits a block
 START, TOKEN, BEFORE, ACCEPTED, COUNT, STEPS, WRONG, STATE = range(8)  # state.cuh
 KEPT, PROMISED, ACCEPTED_SUM, NOW, PAYS, LEARNT = range(6)
 HEADER = 8  # of a ring's entry, before its tokens
@@ -43,32 +43,28 @@ def empty_rows(rows: int, parts: int, device: torch.device) -> StepRows:
     return StepRows(*six, windows, parts)
 
 
-def top_power(budget: int) -> int:
-    """The kernel's TOP for a budget: the least power of two that is enough."""
-    return min(NODES, 1 << max(0, budget - 1).bit_length())
-
-
-def top_k(logits: Tensor, first: int, top: int) -> tuple[Tensor, Tensor]:
+def top_k(logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
     """Of logits float32 [L, n], columns from token `first` on: each chunk's keys int64 [L, chunks,
-    top] and normalizers float64 [L, chunks, 2]."""
+    NODES] and normalizers float64 [L, chunks, 2]."""
     levels, size = logits.shape
     chunks = -(-size // TOP_CHUNK)
-    keys = torch.empty(levels, chunks, top, dtype=torch.int64, device=logits.device)
+    keys = torch.empty(levels, chunks, NODES, dtype=torch.int64, device=logits.device)
     sums = torch.empty(levels, chunks, 2, dtype=torch.float64, device=logits.device)
     args = (logits, size, first, keys, sums)
-    launch("tree/top_k", {"TOP": top}, (chunks, levels), 1024, args)
+    launch("tree/top_k", {}, (chunks, levels), 512, args)
     return keys, sums
 
 
 def grow(
     keys: Tensor, sums: Tensor, options: Tensor, seconds: Tensor, state: Tensor, step: StepRows
 ) -> None:
-    """The tree and its rows into `step`, from all ranks' keys [ranks, L, chunks, top]."""
-    ranks, levels, chunks, top = keys.shape
-    macros = {"TOP": top, "LEVELS": levels, "CHUNKS": ranks * chunks, "NODES": NODES}
+    """The tree and its rows into `step`, from all ranks' keys [ranks, L, chunks, NODES]."""
+    ranks, levels, chunks, _ = keys.shape
+    macros = {"LEVELS": levels, "CHUNKS": ranks * chunks}
+    warps = levels * (4 if levels <= 8 else 2)
     fields = (step.tokens, step.positions, step.slots, step.prefix, step.counts, step.parents)
     args = (keys, sums, chunks, options, seconds, len(step.tokens), state, *fields, step.windows)
-    launch("tree/grow", macros, (1,), 32 * levels, args)
+    launch("tree/grow", macros, (1,), 32 * warps, args)
 
 
 def pick(logits: Tensor, first: int, positions: Tensor, sampling: Tensor) -> tuple[Tensor, Tensor]:

@@ -46,6 +46,9 @@ class Gathering(Ranks):
     def all_gather_tensor(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack([tensor] * self.size)
 
+    def shared_memory(self, size: int, device: torch.device):
+        return ([0] * self.size, None) if self.size > 1 else None
+
 
 def recorded(blobs: Path, drafter: Path, arch: str, ranks: int, monkeypatch: Any) -> list[Launch]:
     """A prompt, and steps of every bucket, alone and with drafts."""

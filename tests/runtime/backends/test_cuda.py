@@ -30,7 +30,8 @@ MODELS = {"kimi-mini": KIMI_MINI, "tiny_kimi": Path(__file__).parents[2] / "tiny
 def random_top_k(seed: int, levels: int = 7, width: int = 64) -> tuple[np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     logprobs = np.sort(-rng.exponential(2, size=(levels, width)).astype(np.float32))[:, ::-1]
-    return np.argsort(rng.random((levels, 1280)), axis=1)[:, :width], np.ascontiguousarray(logprobs)
+    ids = np.argsort(rng.random((levels, 512)), axis=1)[:, :width]
+    return ids, np.ascontiguousarray(logprobs)
 
 
 TREE = build_tree(*random_top_k(0), 32)
@@ -94,7 +95,7 @@ def test_trees_rows_and_walks_are_the_cpus(budget: int, chain_seed: bool) -> Non
     start, rows = 120, 65
     cuda = CudaBackend(read_config(KIMI_MINI), Ranks(), GPU)
     logits = torch.from_numpy(rng.normal(size=(7, 5000)).astype(np.float32) * 3).round()
-    keys, sums = tree.top_k(logits.to(GPU), 0, tree.NODES)
+    keys, sums = tree.top_k(logits.to(GPU), 0)
     ids, logprobs = top_k(logits, max(budget, 1))
     order = keys.cpu().numpy().view(np.uint64)
     for level in range(7):

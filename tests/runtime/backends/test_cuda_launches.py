@@ -40,7 +40,7 @@ def assert_fits(launch: Launch) -> None:
     assert len(launch.arguments) == len(wanted), launch.kernel
     sizes = {
         "u16": torch.bfloat16, "int": torch.int32, "float": torch.float32, "double": torch.float64,
-        "u64": torch.int64, "u32": torch.bfloat16, "char": torch.int32, "uint4": None, "int4": None,
+        "u64": torch.int64, "u32": None, "char": torch.int32, "uint4": None, "int4": None,
         "void": None,
     }  # fmt: skip
     for argument, parameter in zip(launch.arguments, wanted, strict=True):
