@@ -294,7 +294,7 @@ def bench_decode_text(table: dict[str, Any]) -> str:
         "mode    budget  tokens/s   × ar  forwards  fewer by  committed"
         "  draft  tree  verify  walk  host",
     ]
-    if table["device"] == "cuda":
+    if table.get("device") == "cuda":
         return _gpu_decode_text(table, lines[0])
     for row in table["rows"]:
         share = row["share"]

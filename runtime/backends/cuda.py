@@ -17,6 +17,7 @@ from kconvert.runtime.backends.cpu import rope_tables
 from kconvert.runtime.backends.protocol import ExpertSource, LatentNorms, Norm, Sampling, Source
 from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.distributed import Ranks
+from kconvert.runtime.drafting.ddtree import Tree
 from kconvert.runtime.kernels.attention import launch as attention
 from kconvert.runtime.kernels.linear.launch import linear_into
 from kconvert.runtime.kernels.moe import launch as moe
@@ -25,6 +26,7 @@ from kconvert.runtime.kernels.rows import launch as rowwise
 from kconvert.runtime.kernels.tree import launch as tree
 from kconvert.runtime.kernels.tree.launch import SPLIT, WINDOW, StepRows
 from kconvert.runtime.sampling import not_finite
+from kconvert.runtime.step import drafted
 
 Pair = tuple[Tensor, Tensor]
 PEER_ROWS = 128  # of an exchange through shared memory: they are all on the GPU at once
@@ -135,14 +137,11 @@ class CudaBackend:
             windows=prefix[:, None] + window, parts=(start + count - 1) // SPLIT + 1,
         )  # fmt: skip
 
-    def drafted(self, token: int, start: int, drafts: object) -> StepRows:
+    def drafted(self, token: int, start: int, drafts: Tree) -> StepRows:
         """The protocol's; texts grow theirs on the device."""
-        from kconvert.runtime.step import drafted
-
-        step = drafted(token, drafts, start, SPLIT)  # type: ignore[arg-type]
-        fields = (step.tokens, step.positions, step.slots, step.prefix, step.counts)
-        parents = drafts.parents  # type: ignore[attr-defined]
-        arrays = [torch.from_numpy(a.astype(np.int32)).to(self.device) for a in (*fields, parents)]
+        step = drafted(token, drafts, start, SPLIT)
+        fields = step.tokens, step.positions, step.slots, step.prefix, step.counts, drafts.parents
+        arrays = [torch.from_numpy(field.astype(np.int32)).to(self.device) for field in fields]
         windows = torch.from_numpy(step.windows[:, :WINDOW].astype(np.int32)).to(self.device)
         return StepRows(*arrays, windows.contiguous(), int(step.positions.max()) // SPLIT + 1)
 

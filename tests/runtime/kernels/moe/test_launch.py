@@ -6,6 +6,7 @@ import torch
 from kconvert.runtime.bench.moe import random_layer, random_routing
 from kconvert.runtime.kernels.moe import launch, reference
 from kconvert.runtime.kernels.moe.shape import MoeShape
+from kconvert.runtime.kernels.w4a16.launch import w4a16_rows
 
 pytestmark = pytest.mark.gpu
 
@@ -234,7 +235,7 @@ def test_plain_w4a16_kernel_agrees_with_float64():
     scales = (torch.rand(experts, n, k // 32, device=GPU, generator=g) * 0.01).bfloat16()
     x = torch.randn(5, k, device=GPU, generator=g).bfloat16()
     expert = torch.tensor([2, 0, -1, 1, 2], dtype=torch.int32, device=GPU)
-    y = launch.w4a16_rows(x, expert, packed, scales)
+    y = w4a16_rows(x, expert, packed, scales)
     for row, e in enumerate(expert.tolist()):
         if e < 0:
             assert not y[row].any()
