@@ -24,7 +24,8 @@ def bench_decode(
 ) -> dict[str, Any]:
     """Tokens a second, target forwards and committed tokens a forward of `ar`, chains and trees
     of several budgets and of the budget `auto`, what each step's time goes to (on a GPU also by its
-    own time stamps), and which share of the steps `reached` each depth of their draft. Started by torchrun, rank 0's clock counts."""
+    own time stamps), and which share of the steps `reached` each depth of their draft. Started by
+    torchrun, rank 0's clock counts."""
     ranks = ranks_from_environment()
     engine = Engine.open(output, drafter, dtype, ranks, device)
     report = report if ranks.rank == 0 else lambda _: None
