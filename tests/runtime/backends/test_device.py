@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kconvert.layouts.errors import UnavailableError, UnsupportedError
+from kconvert.runtime.backends import device
 from kconvert.runtime.backends.device import choose
 from kconvert.runtime.config import read_config
 from kconvert.runtime.distributed import Ranks
@@ -16,13 +17,13 @@ from kconvert.runtime.weights import Blobs
 @pytest.fixture
 def gpu(monkeypatch) -> None:
     """A GPU that the kernels take, as torch would tell of it."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(device, "_no_gpu", lambda: None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (100 << 30, 140 << 30))
 
 
-def chosen(folder: Path, device: str, dtype: str | None = None) -> tuple[str, str]:
-    return choose(device, dtype, folder, read_config(folder), Blobs(folder, Ranks()), Ranks())
+def chosen(folder: Path, name: str, dtype: str | None = None) -> tuple[str, str]:
+    return choose(name, dtype, folder, read_config(folder), Blobs(folder, Ranks()), Ranks())
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a GPU")
