@@ -8,20 +8,13 @@ Ints = NDArray[np.int64]
 
 
 class LatentCache:
-    """Latents and rotated keys of every layer, [layers, slots, C + R]. A committed position's slot
-    is the position itself; a draft's nodes lie behind the committed ones."""
+    """Latents and rotated keys of every layer. A committed position's slot is the position itself;
+    a draft's nodes lie behind the committed ones."""
 
     def __init__(self, layers: int, slots: int, width: int) -> None:
         """All zero; `width` is C + R."""
         self._keys = np.zeros((layers, slots, width), np.float32)
-
-    def store(self, layer: int, slots: Ints, rows: Array) -> None:
-        """Write rows [T, C + R] into the slots [T] of a layer."""
-        self._keys[layer, slots] = rows
-
-    def keys(self, layer: int) -> Array:
-        """A layer's [slots, C + R], to be read only."""
-        return self._keys[layer]
+        self.layers = list(self._keys)  # [slots, C + R] each
 
     def commit(self, slots: Ints, accepted: Ints) -> None:
         """Of a step's rows at `slots` keep the `accepted` ones, which move to their positions'

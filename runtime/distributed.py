@@ -8,17 +8,20 @@ import atexit
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import UnavailableError, UnsupportedError, said_if_slow
 from kconvert.layouts.manifest import read_manifest
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 Array = NDArray[np.float32]
 MEETING = timedelta(minutes=5)  # how long ranks wait for one another to start
@@ -33,6 +36,7 @@ class Ranks:
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed's; None: all processes
+    gpus: Any = None  # the same ranks' group of GPUs, after `on_gpus`
 
     def rank_slice(self, what: str, count: int) -> range:
         """This rank's part of `count` heads, rows or columns."""
@@ -43,15 +47,54 @@ class Ranks:
 
     def all_reduce(self, partial: Array) -> Array:
         """The ranks' partial sums, added in rank order."""
-        total, *others = self._gather(partial)
+        total, *others = self.gather(partial)
         for other in others:
             total = total + other
         return total
 
     def all_gather(self, part: Array) -> Array:
         """The ranks' columns side by side."""
-        parts = self._gather(part)
+        parts = self.gather(part)
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
+
+    def on_gpus(self) -> "Ranks":
+        """The same rank, with NCCL between its GPU and the others'. All ranks call it."""
+        if self.size == 1:
+            return self
+        rank, world = _launched()
+        return replace(self, gpus=_gpu_groups(self.size, world)[rank // self.size])
+
+    def all_gather_tensor(self, part: "Tensor") -> "Tensor":
+        """Every rank's `part`, on this rank's GPU [ranks, *shape], in rank order. It waits for
+        nothing on the host, and can be captured."""
+        import torch
+        from torch import distributed
+
+        parts = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
+        with _others_there():
+            distributed.all_gather_into_tensor(parts, part, group=self.gpus)
+        return parts
+
+    def shared_memory(self, size: int, device: Any) -> tuple[list[int], Any] | None:
+        """`size` bytes, zero, on each rank's GPU that every rank's can write: the addresses, in
+        rank order, and what owns them; None for one rank. All ranks call it."""
+        if self.size == 1:
+            return None
+        import torch
+        from torch.distributed import _symmetric_memory as symmetric
+
+        memory = symmetric.empty(size, dtype=torch.uint8, device=device).zero_()
+        try:
+            handle = symmetric.rendezvous(memory, self.gpus)
+        except RuntimeError as error:
+            raise UnavailableError(
+                f"the GPUs of {self.size} ranks cannot write one another's memory"
+                f" ({_first_line(error)}): NVLink or peer access is needed."
+            ) from error
+        torch.cuda.synchronize(device)
+        handle.barrier()  # nobody writes before all is zero
+        torch.cuda.synchronize(device)
+        return [int(address) for address in handle.buffer_ptrs], (memory, handle)
 
     def broadcast(self, value: Any) -> Any:
         """What rank 0 has, on every rank."""
@@ -64,7 +107,8 @@ class Ranks:
             distributed.broadcast_object_list(box, group=self.group, group_src=0)
         return box[0]
 
-    def _gather(self, part: Array) -> list[Array]:
+    def gather(self, part: NDArray[Any]) -> list[NDArray[Any]]:
+        """Every rank's `part`, all of one shape, in rank order."""
         if self.size == 1:
             return [part]
         import torch
@@ -130,6 +174,11 @@ def ranks_from_environment(output: Path) -> Ranks:
     return team_from_environment(tp).ranks
 
 
+def all_ranks_from_environment() -> Ranks:
+    """All processes that torchrun started, one team; alone where it did not."""
+    return team_from_environment(_launched()[1]).ranks
+
+
 def team_from_environment(size: int) -> Team:
     """This process's team of `size` ranks among the processes that torchrun started."""
     rank, world = _launched()
@@ -170,6 +219,32 @@ def _groups(size: int, world: int) -> list[Any]:
                 f"{world} ranks could not meet at {address}, which MASTER_ADDR and MASTER_PORT"
                 f" name ({_first_line(error)}): start them with torchrun."
             ) from error
+
+
+@cache
+def _gpu_groups(size: int, world: int) -> list[Any]:
+    """Each team's group of GPUs, one a process of this host. NVLink multicast stays off: a program
+    that uses it can put the GPUs of a shared host out of service."""
+    import torch
+    from torch import distributed
+
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    if local >= torch.cuda.device_count():
+        raise UnavailableError(
+            f"this is process {local} of its host, which has {torch.cuda.device_count()} GPU(s):"
+            " start one a GPU."
+        )
+    torch.cuda.set_device(local)
+    try:
+        return [
+            distributed.new_group(list(range(i, i + size)), MEETING, backend="nccl")
+            for i in range(0, world, size)
+        ]
+    except (RuntimeError, ValueError) as error:
+        raise UnavailableError(
+            f"the GPUs of {size} ranks could not meet through NCCL ({_first_line(error)})."
+        ) from error
 
 
 def _first_line(error: Exception) -> str:

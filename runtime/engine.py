@@ -8,27 +8,29 @@ float32 logit bits at every committed position, by DESIGN.md's exactness rule.
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH
+from kconvert.runtime.backends import device as devices
+from kconvert.runtime.backends.cpu import CpuBackend
+from kconvert.runtime.backends.protocol import REACH, Sampling
 from kconvert.runtime.clock import Clock
-from kconvert.runtime.config import read_config
+from kconvert.runtime.config import ModelConfig, read_config
 from kconvert.runtime.distributed import Ranks
-from kconvert.runtime.drafting.budget import CostCurve, Pauses
-from kconvert.runtime.drafting.ddtree import walk
-from kconvert.runtime.drafting.dflash import Drafter
-from kconvert.runtime.drafting.dflash_config import TargetDims
+from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses
+from kconvert.runtime.drafting.dflash import Drafter, read_weights
+from kconvert.runtime.drafting.dflash_config import DrafterConfig, TargetDims
 from kconvert.runtime.drafting.policy import AUTO, NO_TREE, Drafting, measured_costs
-from kconvert.runtime.model import DTYPES, Model
-from kconvert.runtime.sampling import pick
-from kconvert.runtime.step import drafted, sequence
+from kconvert.runtime.model import Model
 from kconvert.runtime.weights import Blobs
+
+if TYPE_CHECKING:
+    from kconvert.runtime.backends.cuda_decoder import CudaDecoder, Drafts
 
 MODES = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
@@ -60,57 +62,89 @@ class Generation:
 class Engine:
     """A converted model, ready to generate. `Engine.open` makes one."""
 
-    def __init__(self, model: Model, drafter: Drafter | None) -> None:
-        self.model, self.drafter = model, drafter
+    def __init__(
+        self, model: Model, drafter: Drafter | None, decoder: "CudaDecoder | None" = None
+    ) -> None:
+        """`decoder` runs texts where the model is on a GPU."""
+        self.model, self.drafter, self.decoder = model, drafter, decoder
         self._costs: CostCurve | None = None
-        self.pauses = Pauses()  # of budget "auto": what one text taught holds for the next
+        # Of budget "auto": what one text taught holds for the next.
+        self.pauses, self.calibration = Pauses(), Calibration()
 
     @classmethod
     def open(
         cls,
         blobs: str | Path,
         drafter: str | Path | None = None,
-        dtype: str = "float32",
+        dtype: str | None = None,
         ranks: Ranks | None = None,
+        device: str = "auto",
         ignore_config_keys: Collection[str] = (),
     ) -> "Engine":
-        """Map the converted folder `blobs` and read the DFlash `drafter`, on the CPU.
+        """Map the converted folder `blobs`, or load it onto the GPU, and read the DFlash `drafter`.
 
-        `ranks`: this process and the others (`ranks_from_environment`); alone if not given. Every
-        rank makes the same calls. A small drafter runs on one thread, and torch with it: the
-        number of threads is the process's. Raises a KconvertError: no finished output, a part,
-        another number of ranks, a file missing or changed, a drafter for another target, a key in
-        config.json that nobody here knows and that is not among `ignore_config_keys`.
+        `device`: "cpu", "cuda", or "auto", a GPU where there is one whose kernels take the blobs;
+        `dtype`: float32 or bfloat16, what activations are rounded to: if not given, float32 on the
+        CPU; the GPU has bfloat16 alone. `ranks`: this process and the others
+        (`ranks_from_environment`); alone if not given. Every rank makes the same calls. A small
+        drafter runs on one thread, and torch with it: the number of threads is the process's.
+        Raises a KconvertError: no finished output, a part, another number of ranks, a file missing
+        or changed, a drafter for another target, a key in config.json that nobody here knows and
+        that is not among `ignore_config_keys`.
         """
         folder = Path(blobs)
-        if dtype not in DTYPES:
-            raise UnsupportedError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
         ranks = ranks or Ranks()
         mapped = Blobs(folder, ranks)
         config = read_config(folder, ignore_config_keys)
+        device, dtype = devices.choose(device, dtype, folder, config, mapped, ranks)
+        if device == "cuda":
+            return cls._on_gpu(config, mapped, ranks, drafter)
         opened = None
         if drafter is not None:
-            target = TargetDims(config.hidden, config.vocabulary, config.layers)
             kind = torch.float32 if dtype == "float32" else torch.bfloat16
-            opened = Drafter.open(Path(drafter), target, kind)
-            if opened.config.block > MAX_DRAFT_DEPTH:
+            opened = Drafter.open(Path(drafter), _target(config), kind)
+            if opened.config.block > REACH:
                 raise UnsupportedError(
                     f"the drafter in {drafter} has block_size {opened.config.block}: at most"
-                    f" {MAX_DRAFT_DEPTH} can be verified."
+                    f" {REACH} can be verified."
                 )
             if opened.config.hidden < _SHARED_HIDDEN:
                 torch.set_num_threads(1)  # threads would wait for one another longer than they work
-        return cls(Model(config, mapped, ranks, dtype), opened)
+        return cls(Model(config, mapped, CpuBackend(config, ranks, dtype)), opened)
+
+    @classmethod
+    def _on_gpu(
+        cls, config: ModelConfig, blobs: Blobs, ranks: Ranks, drafter: str | Path | None
+    ) -> "Engine":
+        from kconvert.runtime.backends.cuda import CudaBackend
+        from kconvert.runtime.backends.cuda_decoder import CudaDecoder
+        from kconvert.runtime.drafting.cuda_drafter import CudaDrafter
+
+        ranks = ranks.on_gpus()
+        device = torch.device("cuda", torch.cuda.current_device())
+        model = Model(config, blobs, CudaBackend(config, ranks, device))
+        _ = model.weights  # loads them
+        opened = None
+        if drafter is not None:
+            kind, target = DrafterConfig.read(Path(drafter)), _target(config)
+            weights = read_weights(Path(drafter), kind, target, torch.bfloat16, "cpu")
+            opened = CudaDrafter(kind, weights, model)
+        return cls(model, opened, CudaDecoder(model, opened))  # type: ignore[arg-type]
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return "cuda" if self.decoder else "cpu"
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """float32 [T, V] at every position of a text, as of a prompt. Raises UnsupportedError for
         tokens that cannot be, CheckpointError where weights were changed."""
         tokens = self.checked(token_ids, 0)
-        cache = self.model.new_cache(len(tokens))
-        rows = [
-            self.model.forward(sequence(tokens[i : i + PREFILL_ROWS], i), cache)[0]
-            for i in range(0, len(tokens), PREFILL_ROWS)
-        ]
+        model, ops = self.model, self.model.backend
+        cache, rows = model.new_cache(len(tokens)), []
+        for i in range(0, len(tokens), PREFILL_ROWS):
+            hidden, _ = model.forward(ops.sequence(tokens[i : i + PREFILL_ROWS], i), cache)
+            rows.append(ops.gather(model.head(hidden)))
         return np.concatenate(rows)
 
     def generate(
@@ -122,13 +156,14 @@ class Engine:
         temperature: float = 0.0,
         seed: int = 0,
         *,
-        chain_seed: bool = True,
+        chain_seed: bool = False,
         keep_logits: bool = False,
         on_tokens: Callable[[list[int]], None] = lambda _: None,
     ) -> Generation:
         """Continue `token_ids` by `max_new_tokens` tokens, or up to a stop token (which is kept).
 
-        `budget`: nodes of a draft, or "auto"; `on_tokens` is told tokens as they are committed.
+        `budget`: nodes of a draft, or "auto"; `chain_seed`: the likeliest chain comes before
+        likelier nodes; `on_tokens` is told tokens as they are committed.
         Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
         CheckpointError where logits are not finite or weights were changed.
         """
@@ -137,11 +172,17 @@ class Engine:
         result = Generation()
         start = time.perf_counter()
         clock = Clock(result.parts)
-        draft = self._drafting(mode, budget, chain_seed, clock)
-        nodes = draft.most if draft else 0
-        slots = len(prompt) + max_new_tokens + nodes + 1
-        choose = partial(pick, temperature=temperature, seed=seed)
-        for tokens, logits in self._rounds(prompt, slots, choose, draft, clock):
+        sampling = Sampling(temperature, seed)
+        if self.decoder:
+            draft = self._drafts(mode, budget, chain_seed)
+            rounds = self.decoder.rounds(
+                prompt, max_new_tokens, sampling, draft, clock, keep_logits
+            )
+        else:
+            draft = self._drafting(mode, budget, chain_seed, clock)
+            slots = len(prompt) + max_new_tokens + (draft.most if draft else 0) + 1
+            rounds = self._rounds(prompt, slots, sampling, draft, clock, keep_logits)
+        for tokens, logits in rounds:
             result.target_forwards += 1
             room = max_new_tokens - len(result.tokens)
             ended = next(
@@ -155,9 +196,26 @@ class Engine:
             on_tokens(tokens)
             if len(tokens) == room or tokens[-1] in self.model.config.stop_tokens:
                 break
-        result.drafter_forwards = draft.forwards if draft else 0
+        if draft:
+            result.drafter_forwards = (self.decoder or draft).forwards
         result.seconds = time.perf_counter() - start
         return result
+
+    def _drafts(self, mode: str, budget: int | str, chain_seed: bool) -> "Drafts | None":
+        """What a GPU's text drafts."""
+        from kconvert.runtime.backends.cuda_decoder import MOST_NODES, Drafts
+
+        if mode == "ar":
+            return None
+        assert self.drafter is not None  # checked before
+        if budget == AUTO:
+            self.costs()
+        nodes = MOST_NODES if budget == AUTO else int(budget)
+        if nodes > MOST_NODES:
+            raise UnsupportedError(f"budget {budget}: at most {MOST_NODES} on the GPU.")
+        if mode == "chain":
+            nodes = min(nodes, self.drafter.config.block - 1)
+        return Drafts(1 if mode == "chain" else nodes, nodes, chain_seed, budget == AUTO)
 
     def _drafting(
         self, mode: str, budget: int | str, chain_seed: bool, clock: Clock
@@ -167,50 +225,57 @@ class Engine:
         assert self.drafter is not None  # checked before
         costs = self.costs() if budget == AUTO else None
         return Drafting(
-            self.model, self.drafter, mode, budget, chain_seed, costs, self.pauses, clock
-        )
+            self.model, self.drafter, mode, budget, chain_seed, costs, self.pauses,
+            self.calibration, clock,
+        )  # fmt: skip
 
     def _rounds(
         self,
         prompt: NDArray[np.int64],
         slots: int,
-        choose: Callable[[NDArray[np.float32], NDArray[np.int64]], NDArray[np.int64]],
+        sampling: Sampling,
         draft: Drafting | None,
         clock: Clock,
+        keep_logits: bool,
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
-        """Committed tokens and the logits each was chosen from, a target forward at a time."""
-        model, aux_layers = self.model, draft.aux_layers if draft else ()
-        cache = model.new_cache(slots)
+        """Committed tokens and, if they are kept, the logits each was chosen from, a target forward
+        at a time."""
+        model, ops, aux_layers = self.model, self.model.backend, draft.aux_layers if draft else ()
+        cache, nothing = model.new_cache(slots), np.empty((0, 0), np.float32)
         for begin in range(0, len(prompt), PREFILL_ROWS):
-            part = prompt[begin : begin + PREFILL_ROWS]
-            logits, features = model.forward(sequence(part, begin), cache, aux_layers)
+            step = ops.sequence(prompt[begin : begin + PREFILL_ROWS], begin)
+            hidden, features = model.forward(step, cache, aux_layers)
             if draft:
                 draft.commit(features)
                 draft.catch_up()
+        last = ops.sequence(prompt[-1:], len(prompt) - 1)
+        logits = model.head(hidden[-1:])
         clock("prefill")
         start = len(prompt)  # positions below are committed
-        token = int(choose(logits[-1:], np.array([start]))[0])
-        yield [token], logits[-1:]
+        token = int(ops.pick(logits, last, sampling)[0])
+        yield [token], ops.gather(logits) if keep_logits else nothing
         while True:
             clock("host")
             tree = draft(token, start) if draft else NO_TREE
-            step = drafted(token, tree, start)
+            step = ops.drafted(token, start, tree)
             clock("tree")
-            logits, features = model.forward(step, cache, aux_layers)
-            chosen = choose(logits, step.positions + 1)
+            hidden, features = model.forward(step, cache, aux_layers)
+            logits = model.head(hidden)
+            chosen = ops.pick(logits, step, sampling)
             clock("verify")
-            accepted, token = walk(tree, chosen)
-            cache.commit(step.slots, accepted)
+            accepted, token = ops.walk(tree, chosen)
+            ops.compact(cache, step, accepted)
             start += len(accepted)
             clock("walk")
             if draft:
-                draft.commit(features[accepted])
-            yield chosen[accepted].tolist(), logits[accepted]
+                draft.commit([rows[accepted] for rows in features])
+            kept = ops.gather(logits)[accepted] if keep_logits else nothing
+            yield chosen[accepted].tolist(), kept
 
     def costs(self) -> CostCurve:
         """Seconds of a verify step by its rows, measured once on this machine and model."""
         if self._costs is None:
-            self._costs = measured_costs(self.model)
+            self._costs = self.decoder.measure() if self.decoder else measured_costs(self.model)
         return self._costs
 
     def checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:
@@ -244,3 +309,7 @@ class Engine:
             raise UnsupportedError(f"temperature {temperature} is not from 0 to {_HOTTEST:g}.")
         if not 0 <= seed < 2**64:
             raise UnsupportedError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
+
+
+def _target(config: ModelConfig) -> TargetDims:
+    return TargetDims(config.hidden, config.vocabulary, config.layers)

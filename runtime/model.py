@@ -1,239 +1,236 @@
-"""K2.6's text model, forward: DeepSeek-V3's MLA and MoE, top to bottom.
+"""K2.6's text model, forward: DeepSeek-V3's MLA and MoE, top to bottom, over a backend.
 
-Shapes: T rows, D hidden, H heads, C kv_lora, R rope, V vocabulary. Every operation is row-wise
-(`cpu_ops`), so a row's bits depend on its token, its position, its history and the form of its
-attention (`Step.prefill`) alone.
+Shapes: T rows, D hidden, H heads of this rank, C kv_lora, R rope, V vocabulary, n ranks. Every
+operation is row-wise (backends/protocol.py), so a row's bits depend on its token, its position and
+its history alone. Attention has one form, absorbed, for prompts and decoding.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.experts import Matrix, stacked
 from kconvert.layouts.formats.compressed_tensors import unpack_codes
-from kconvert.layouts.quantization import dequantize
+from kconvert.layouts.layout import Layout
+from kconvert.layouts.quantization import Role
 from kconvert.layouts.sharding import Parallelism, rank_experts
-from kconvert.runtime import rope
-from kconvert.runtime.backends import cpu as ops
-from kconvert.runtime.cache import LatentCache
+from kconvert.runtime.backends.protocol import (
+    Array,
+    Backend,
+    Cache,
+    LatentNorms,
+    Norm,
+    Source,
+    Step,
+    Weight,
+)
 from kconvert.runtime.config import ModelConfig
-from kconvert.runtime.distributed import Ranks
-from kconvert.runtime.step import Step
 from kconvert.runtime.weights import Blobs
 
-Array = NDArray[np.float32]
-DTYPES = ("float32", "bfloat16")
 LATENT_EPS = (
     1e-6  # of q_a_layernorm and kv_a_layernorm, in transformers' DeepseekV3; not the config's
 )
 
 
+class Mlp(NamedTuple):
+    """A rank's rows of gate and up, one below the other, and the same columns of down."""
+
+    gate_up: Weight  # [2N, D]
+    down: Weight  # [D, N]
+
+
+class Moe(NamedTuple):
+    """A router [E, D] with its bias [E], and the routed experts; the shared one is an Mlp."""
+
+    router: Weight
+    bias: Weight
+    experts: Weight
+
+
+class Layer(NamedTuple):
+    """What a layer reads, looked up and sliced once."""
+
+    input_norm: Norm
+    low: Weight  # [q_lora + C + R, D]: q_a and kv_a
+    latent_norms: LatentNorms
+    queries: Weight  # [H·(nope + R), q_lora or D]
+    kv_b: Weight  # [H·(nope + v), C]
+    output: Weight  # [D, H·v]
+    mlp_norm: Norm
+    moe: Moe | None
+    mlp: Mlp | None  # a dense layer's, or the shared expert
+
+
+class Weights(NamedTuple):
+    """The whole model's, or a rank's part of it."""
+
+    embedding: Weight  # [V, D]
+    layers: list[Layer]
+    norm: Norm
+    head: Weight  # [V / n, D]
+
+
 class Model:
-    """A target model over mapped blobs, or a rank's part of it. `dtype` is what activations are
-    rounded to; sums and logits are float32 in both.
+    """A target model over blobs, or a rank's part of it.
 
     Each rank has some heads, some of every MLP's intermediate rows, some experts' slices and some
     rows of the head; the rest is replicated. Raises UnsupportedError where that does not divide.
     """
 
-    def __init__(
-        self, config: ModelConfig, blobs: Blobs, ranks: Ranks, dtype: str = "float32"
-    ) -> None:
-        self.config, self.blobs, self.ranks, self.dtype = config, blobs, ranks, dtype
+    def __init__(self, config: ModelConfig, blobs: Blobs, backend: Backend) -> None:
+        self.config, self.blobs, self.backend = config, blobs, backend
+        ranks = backend.ranks
         self._heads = ranks.rank_slice("heads", config.heads)
         self._vocabulary = ranks.rank_slice("tokens of the vocabulary", config.vocabulary)
-        split = Parallelism(blobs.manifest.tp, blobs.manifest.ep)
-        self._experts_here = rank_experts(config.experts, split, ranks.rank)
-        self._experts: dict[tuple[int, int], tuple[Any, Any]] = {}
 
-    def new_cache(self, slots: int) -> LatentCache:
+    def new_cache(self, slots: int) -> Cache:
         """A cache of so many slots."""
-        c = self.config
-        return LatentCache(c.layers, slots, c.kv_lora + c.rope_dim)
+        return self.backend.new_cache(slots)
 
     def forward(
-        self, step: Step, cache: LatentCache, aux_layers: Sequence[int] = ()
-    ) -> tuple[Array, Array]:
-        """Run the rows of `step`, writing their latents into `cache`.
+        self, step: Step, cache: Cache, aux_layers: Sequence[int] = ()
+    ) -> tuple[Array, list[Array]]:
+        """Run a step's rows, writing their latents into `cache`.
 
-        → logits float32 [T, V], and the outputs of `aux_layers` side by side [T, n·D].
+        → hidden rows, normed, for `head` [T, D], and the outputs [T, D] of `aux_layers`.
         """
-        c, get = self.config, self.blobs.get
-        table = get("model.embed_tokens.weight", (c.vocabulary, c.hidden))
-        x = ops.widen(table[step.tokens])  # [T, D]
-        aux: dict[int, Array] = {}
-        for layer in range(c.layers):
-            base = f"model.layers.{layer}."
-            h = self._norm(x, f"{base}input_layernorm.weight", c.hidden)
-            x = self._round(x + self._attention(h, layer, step, cache))
-            h = self._norm(x, f"{base}post_attention_layernorm.weight", c.hidden)
-            mlp = self._moe(h, layer) if layer >= c.first_moe else self._dense(h, layer)
-            x = self._round(x + mlp)
-            if layer in aux_layers:
-                aux[layer] = x
-        return self.head(self._norm(x, "model.norm.weight", c.hidden)), (
-            np.concatenate(
-                [np.empty((len(x), 0), np.float32), *(aux[i] for i in aux_layers)], axis=1
-            )
-        )
+        c, w, ops = self.config, self.weights, self.backend
+        x, sums, outputs = ops.embed(w.embedding, step), None, []
+        for layer, keys in zip(w.layers, cache.layers, strict=True):
+            x, h = ops.add_norm(x, sums, layer.input_norm)  # [T, D]
+            outputs.append(x)
+            low = ops.linear(h, layer.low)  # [T, q_lora + C + R]
+            q_low = ops.store_latents(low, layer.latent_norms, step, keys)  # [T, q_lora]
+            q = ops.linear(q_low if c.q_lora else h, layer.queries)  # [T, H·(nope + R)]
+            queries = ops.queries(q, layer.kv_b, step)  # [T, H, C + R]
+            context = ops.attend(queries, step, keys)  # [T, H, C]
+            values = ops.expand(context, layer.kv_b)  # [T, H·v]
+            x, h = ops.add_norm(x, ops.sums(values, layer.output), layer.mlp_norm)
+            sums = self._mlp(h, layer.mlp) if layer.mlp else None  # [T, D]
+            if layer.moe:
+                routing = ops.route(ops.sums(h, layer.moe.router), layer.moe.bias, step)
+                sums = ops.experts(h, routing, layer.moe.experts, sums)
+        x, h = ops.add_norm(x, sums, w.norm)
+        outputs.append(x)  # outputs[i + 1] is layer i's, outputs[0] the embedding
+        return h, [outputs[layer + 1] for layer in aux_layers]
+
+    def _mlp(self, h: Array, mlp: Mlp) -> Array:
+        """This rank's sums [T, D] of an MLP."""
+        ops = self.backend
+        return ops.sums(ops.silu_mul(ops.linear(h, mlp.gate_up)), mlp.down)
 
     def head(self, hidden: Array) -> Array:
-        """Logits float32 [T, V] of normed hidden rows [T, D]."""
-        c = self.config
-        name = "model.embed_tokens.weight" if c.tied_head else "lm_head.weight"
-        rows = self.blobs.get(name, (c.vocabulary, c.hidden))
-        return self.ranks.all_gather(ops.linear(hidden, rows[_cut(self._vocabulary)]))
+        """This rank's columns of the float32 logits [T, V / n] of normed hidden rows [T, D]."""
+        return self.backend.sums(hidden, self.weights.head)
 
-    def embed(self, tokens: NDArray[np.int64]) -> Array:
-        """Embedding rows [T, D]."""
-        c = self.config
-        return ops.widen(
-            self.blobs.get("model.embed_tokens.weight", (c.vocabulary, c.hidden))[tokens]
+    @cached_property
+    def weights(self) -> Weights:
+        """Looked up at the first forward, or before it by a backend that loads them."""
+        c, ops = self.config, self.backend
+        head = "model.embed_tokens" if c.tied_head else "lm_head"
+        rows = self._get(head, c.vocabulary, c.hidden)
+        return Weights(
+            embedding=ops.embedding(self._get("model.embed_tokens", c.vocabulary, c.hidden)),
+            layers=[self._layer(number) for number in range(c.layers)],
+            norm=self._norm("model.norm", c.hidden, c.norm_eps),
+            head=ops.matrix(_part(rows, self._vocabulary)),
         )
 
-    def _attention(self, h: Array, layer: int, step: Step, cache: LatentCache) -> Array:
-        c, rows, base = self.config, len(h), f"model.layers.{layer}.self_attn."
-        q = self._query(h, base).reshape(rows, len(self._heads), c.nope_dim + c.rope_dim)
-        kv = self._linear(h, f"{base}kv_a_proj_with_mqa.weight", c.kv_lora + c.rope_dim, c.hidden)
-        cos, sin = rope.tables(c.rope_dim, c.rope_theta, c.yarn, step.positions)
-        latent = self._norm(
-            kv[:, : c.kv_lora], f"{base}kv_a_layernorm.weight", c.kv_lora, LATENT_EPS
+    def _layer(self, number: int) -> Layer:
+        c, ops, base = self.config, self.backend, f"model.layers.{number}."
+        attention, head = f"{base}self_attn.", c.nope_dim + c.rope_dim
+        kv_a = self._get(f"{attention}kv_a_proj_with_mqa", c.kv_lora + c.rope_dim, c.hidden)
+        if c.q_lora:
+            low = (self._get(f"{attention}q_a_proj", c.q_lora, c.hidden), kv_a)
+            q_norm = self._norm(f"{attention}q_a_layernorm", c.q_lora, LATENT_EPS)
+            queries = self._get(f"{attention}q_b_proj", c.heads * head, c.q_lora)
+        else:
+            low, q_norm = (kv_a,), None
+            queries = self._get(f"{attention}q_proj", c.heads * head, c.hidden)
+        kv_b = self._get(f"{attention}kv_b_proj", c.heads * (c.nope_dim + c.value_dim), c.kv_lora)
+        output = self.blobs.columns(
+            f"{attention}o_proj.weight", (c.hidden, c.heads * c.value_dim),
+            _times(self._heads, c.value_dim),
+        )  # fmt: skip
+        return Layer(
+            input_norm=self._norm(f"{base}input_layernorm", c.hidden, c.norm_eps),
+            low=ops.matrix(*low),
+            latent_norms=LatentNorms(
+                q_norm, self._norm(f"{attention}kv_a_layernorm", c.kv_lora, LATENT_EPS)
+            ),
+            queries=ops.matrix(_part(queries, _times(self._heads, head))),
+            kv_b=ops.matrix(_part(kv_b, _times(self._heads, c.nope_dim + c.value_dim))),
+            output=ops.matrix(output),
+            mlp_norm=self._norm(f"{base}post_attention_layernorm", c.hidden, c.norm_eps),
+            **self._mlp_weights(number, f"{base}mlp."),
         )
-        k_pe = self._round(ops.rotate(kv[:, None, c.kv_lora :], cos, sin))[:, 0]
-        cache.store(layer, step.slots, np.concatenate([latent, k_pe], axis=1))
-        keys = cache.keys(layer)
-        q_pe = self._round(ops.rotate(q[..., c.nope_dim :], cos, sin))  # [T, H, R]
-        kv_b = self.blobs.get(
-            f"{base}kv_b_proj.weight", (c.heads * (c.nope_dim + c.value_dim), c.kv_lora)
-        ).reshape(c.heads, c.nope_dim + c.value_dim, c.kv_lora)[_cut(self._heads)]
-        form = self._plain if step.prefill else self._absorbed
-        values = self._round(form(q[..., : c.nope_dim], q_pe, kv_b, step, keys))  # [T, H, v]
-        v = c.value_dim
-        mine = range(v * self._heads.start, v * self._heads.stop)
-        o_proj = self.blobs.columns(f"{base}o_proj.weight", (c.hidden, c.heads * v), mine)
-        return self._all_reduce(ops.linear(values.reshape(rows, len(mine)), o_proj))
 
-    def _absorbed(self, q: Array, q_pe: Array, kv_b: Any, step: Step, keys: Array) -> Array:
-        """Attention in latent space, for decoding: a key is read once for all heads.
-
-        q [T, H, nope], q_pe [T, H, R], keys [slots, C + R] → values [T, H, v].
-        """
-        c = self.config
-        q_latent = self._round(ops.absorb(q, kv_b))  # [T, H, C]
-        context = ops.attend(
-            np.concatenate([q_latent, q_pe], axis=2), keys,
-            step.prefix, step.windows, step.counts, c.softmax_scale, c.kv_lora,
-        )  # [T, H, C]  # fmt: skip
-        return ops.expand(self._round(context), kv_b, c.nope_dim)
-
-    def _plain(self, q: Array, q_pe: Array, kv_b: Any, step: Step, keys: Array) -> Array:
-        """The same with the latents expanded to each head's keys and values, for the prompt: less
-        work a key once many rows share the expansion."""
-        c, end = self.config, int(step.positions.max()) + 1
-        out = np.empty((*q.shape[:2], c.value_dim), np.float32)
-        latents = np.ascontiguousarray(keys[:end, : c.kv_lora])
-        for head in range(q.shape[1]):
-            expanded = self._round(ops.linear(latents, kv_b[head]))  # [end, nope + v]
-            own = np.concatenate(
-                [expanded[:, c.nope_dim :], expanded[:, : c.nope_dim], keys[:end, c.kv_lora :]],
-                axis=1,
-            )  # [end, v + nope + R]: what is attended to comes first
-            nothing = np.zeros((len(q), c.value_dim), np.float32)
-            query = np.concatenate([nothing, q[:, head], q_pe[:, head]], axis=1)[:, None]
-            out[:, head] = ops.attend(
-                query, own, step.prefix, step.windows, step.counts, c.softmax_scale, c.value_dim
-            )[:, 0]
-        return out
-
-    def _query(self, h: Array, base: str) -> Array:
-        c = self.config
-        dim = c.nope_dim + c.rope_dim
-        width, mine = c.heads * dim, range(dim * self._heads.start, dim * self._heads.stop)
-        if not c.q_lora:
-            return self._linear(h, f"{base}q_proj.weight", width, c.hidden, mine)
-        low = self._linear(h, f"{base}q_a_proj.weight", c.q_lora, c.hidden)
-        low = self._norm(low, f"{base}q_a_layernorm.weight", c.q_lora, LATENT_EPS)
-        return self._linear(low, f"{base}q_b_proj.weight", width, c.q_lora, mine)
-
-    def _dense(self, h: Array, layer: int) -> Array:
-        size = self.config.dense_intermediate
-        return self._all_reduce(self._mlp(h, f"model.layers.{layer}.mlp.", size))
-
-    def _mlp(self, h: Array, base: str, size: int) -> Array:
-        """This rank's partial sum [T, D] of an MLP of `size` intermediate rows, not rounded."""
-        hidden, mine = self.config.hidden, self.ranks.rank_slice("rows of an MLP", size)
-        gate = self._linear(h, f"{base}gate_proj.weight", size, hidden, mine)
-        up = self._linear(h, f"{base}up_proj.weight", size, hidden, mine)
-        act = self._round(ops.silu_mul(gate, up))
-        down = self.blobs.columns(f"{base}down_proj.weight", (hidden, size), mine)
-        return ops.linear(act, down)
-
-    def _moe(self, h: Array, layer: int) -> Array:
-        c, base = self.config, f"model.layers.{layer}.mlp."
-        gate = self.blobs.get(f"{base}gate.weight", (c.experts, c.hidden))
-        bias = self.blobs.get(f"{base}gate.e_score_correction_bias", (c.experts,))
-        ids, weights = ops.route(
-            ops.linear(h, gate), ops.widen(bias), c.top_k, c.norm_topk, c.routed_scale
+    def _mlp_weights(self, number: int, base: str) -> dict[str, Mlp | Moe | None]:
+        c, ops = self.config, self.backend
+        if number < c.first_moe:
+            return {"moe": None, "mlp": self._dense(base, c.dense_intermediate)}
+        moe = Moe(
+            router=ops.matrix(self._get(f"{base}gate", c.experts, c.hidden)),
+            bias=ops.vector(self.blobs.get(f"{base}gate.e_score_correction_bias", (c.experts,))),
+            experts=ops.experts_of(BlobExperts(self.blobs, number, c.experts)),
         )
-        y = np.zeros((*ids.shape, c.hidden), np.float32)  # [T, top_k, D]
-        for expert in np.unique(ids):
-            if expert not in self._experts_here:
-                continue
-            rows, slots = np.nonzero(ids == expert)
-            w13, w2 = self._expert(layer, int(expert))
-            gate_up = ops.linear(h[rows], w13)  # [rows, 2N]
-            half = gate_up.shape[1] // 2
-            act = ops.silu_mul(gate_up[:, :half].copy(), gate_up[:, half:].copy())
-            y[rows, slots] = ops.linear(self._round(act), w2)
-        routed = ops.add_slots(y, weights)
         if not c.shared_experts:
-            return self._all_reduce(routed)
-        size = c.moe_intermediate * c.shared_experts
-        shared = self._mlp(h, f"{base}shared_experts.", size)
-        both = self._all_reduce(np.stack([routed, shared]))  # one exchange between the ranks
-        return self._round(both[0] + both[1])
+            return {"moe": moe, "mlp": None}
+        shared = self._dense(f"{base}shared_experts.", c.moe_intermediate * c.shared_experts)
+        return {"moe": moe, "mlp": shared}
 
-    def _expert(self, layer: int, expert: int) -> tuple[Any, Any]:
-        """An expert's w13 [2N, D] and w2 [D, N], dequantized: float32 exactly, or the bits of
-        bf16((nibble − 8) · scale). It is kept, eight or four times the size of its codes."""
-        key = layer, expert
-        if key not in self._experts:
-            prefix, local = f"model.layers.{layer}.mlp.experts.", expert - self._experts_here.start
-            self._experts[key] = (
-                self._dequantized("w13", prefix, local), self._dequantized("w2", prefix, local),
-            )  # fmt: skip
-        return self._experts[key]
+    def _dense(self, base: str, size: int) -> Mlp:
+        hidden, ops = self.config.hidden, self.backend
+        mine = ops.ranks.rank_slice("rows of an MLP", size)
+        gate, up = (self._get(f"{base}{name}_proj", size, hidden) for name in ("gate", "up"))
+        down = self.blobs.columns(f"{base}down_proj.weight", (hidden, size), mine)
+        return Mlp(ops.matrix(_part(gate, mine), _part(up, mine)), ops.matrix(down))
 
-    def _dequantized(self, matrix: Matrix, prefix: str, local: int) -> Any:
-        layout = self.blobs.layout
-        assert layout is not None  # there are experts
-        packed = self.blobs.expert(f"{prefix}{stacked(matrix, 'code').name}", local)
-        scale = self.blobs.expert(f"{prefix}{stacked(matrix, 'scale').name}", local)
-        codes = unpack_codes(layout.unpack("code", packed))
-        values = dequantize(codes, ops.widen(layout.unpack("scale", scale)))
-        if self.dtype == "float32":
-            return values
-        return (ops.round_bf16(values).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
+    def _get(self, name: str, n: int, k: int) -> Source:
+        return self.blobs.get(f"{name}.weight", (n, k))
 
-    def _linear(self, x: Array, name: str, n: int, k: int, rows: range | None = None) -> Array:
-        """x [T, k] times some rows (all, if not given) of the weight [n, k], rounded."""
-        weight = self.blobs.get(name, (n, k))
-        weight = weight if rows is None else weight[_cut(rows)]
-        return self._round(ops.linear(np.ascontiguousarray(x), weight))
-
-    def _all_reduce(self, partial: Array) -> Array:
-        """The ranks' float32 partial sums in rank order, rounded."""
-        return self._round(self.ranks.all_reduce(partial))
-
-    def _norm(self, x: Array, name: str, size: int, eps: float | None = None) -> Array:
-        weight = self.blobs.get(name, (size,))
-        return self._round(ops.rms_norm(x, weight, self.config.norm_eps if eps is None else eps))
-
-    def _round(self, x: Array) -> Array:
-        return x if self.dtype == "float32" else ops.round_bf16(x)
+    def _norm(self, name: str, size: int, epsilon: float) -> Norm:
+        return Norm(self.backend.vector(self.blobs.get(f"{name}.weight", (size,))), epsilon)
 
 
-def _cut(part: range) -> slice:
-    return slice(part.start, part.stop)
+class BlobExperts:
+    """The protocol's ExpertSource: a layer's routed experts as this rank's blob holds them."""
+
+    def __init__(self, blobs: Blobs, layer: int, experts: int) -> None:
+        split = Parallelism(blobs.manifest.tp, blobs.manifest.ep)
+        self.blobs, self.layer = blobs, layer
+        self.experts = rank_experts(experts, split, blobs.rank)
+
+    def codes(self, matrix: Matrix, expert: int) -> NDArray[np.int8]:
+        """Signed codes int8 [n, k] of the expert of this number."""
+        return unpack_codes(self._layout.unpack("code", self._stored(matrix, "code", expert)))
+
+    def scales(self, matrix: Matrix, expert: int) -> Source:
+        """Their scales [n, groups]."""
+        return self._layout.unpack("scale", self._stored(matrix, "scale", expert))
+
+    def stack(self, matrix: Matrix, role: Role) -> Source:
+        """The rank's experts in the layout of its blobs, as they lie."""
+        return self.blobs.stack(self._name(matrix, role))
+
+    @property
+    def _layout(self) -> Layout:
+        assert self.blobs.layout is not None  # there are experts
+        return self.blobs.layout
+
+    def _stored(self, matrix: Matrix, role: Role, expert: int) -> Source:
+        return self.blobs.expert(self._name(matrix, role), expert - self.experts.start)
+
+    def _name(self, matrix: Matrix, role: Role) -> str:
+        return f"model.layers.{self.layer}.mlp.experts.{stacked(matrix, role).name}"
+
+
+def _part(matrix: Source, rows: range) -> Source:
+    return matrix[rows.start : rows.stop]
+
+
+def _times(part: range, size: int) -> range:
+    return range(part.start * size, part.stop * size)

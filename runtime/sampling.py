@@ -2,7 +2,8 @@
 
 At temperature T > 0 T times Gumbel noise is added to the logits and the largest taken, which
 samples from softmax(logits / T) (Gumbel-max). The noise of a token depends on (seed, position,
-token) alone, so every mode draws the same token from the same logits.
+token) alone, so every mode draws the same token from the same logits. It has the same bits on the
+GPU: its logarithm is written out below in float64 operations that are rounded one by one.
 """
 
 import math
@@ -13,40 +14,93 @@ from numpy.typing import NDArray
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.numba_jit import jit
 
+Ints = NDArray[np.int64]
+
+LN2 = 0.6931471805599453
+SQRT_HALF = 0.7071067811865476
+# ln((1 + s) / (1 − s)) = 2 s · Σ s^2k / (2k + 1); with |s| ≤ 0.1716 twelve terms leave 1e-20.
+SERIES = tuple(1.0 / (2 * k + 1) for k in reversed(range(12)))
+
 
 def pick(
-    logits: NDArray[np.float32], positions: NDArray[np.int64], temperature: float, seed: int
+    logits: NDArray[np.float32], positions: Ints, temperature: float, seed: int
 ) -> NDArray[np.int64]:
     """One token a row of logits [T, V]; `positions` [T] are where the tokens will stand.
 
     Ties go to the lowest id. Raises CheckpointError where a row is not finite.
     """
-    finite = np.isfinite(logits).all(axis=1)
+    return chosen([best(logits, positions, temperature, seed, 0)], positions)
+
+
+def best(
+    logits: NDArray[np.float32], positions: Ints, temperature: float, seed: int, first: int
+) -> NDArray[np.float64]:
+    """Of logits [T, n], the columns from token `first` on of a larger row: float64 [T, 2], the
+    greatest value with its noise, NaN where the row is not finite, and its token."""
+    found = np.empty((len(logits), 2), np.float64)
+    _best(logits, positions, float(temperature), np.uint64(seed), first, found)
+    return found
+
+
+def chosen(parts: list[NDArray[np.float64]], positions: Ints) -> Ints:
+    """The tokens [T] of the greatest value among the parts' `best`, which are in the order of
+    their columns. Raises CheckpointError where a row is not finite."""
+    values = np.stack([part[:, 0] for part in parts])
+    finite = ~np.isnan(values).any(axis=0)
     if not finite.all():
-        position = positions[np.argmin(finite)]
-        raise CheckpointError(
-            f"the logits for position {position} are not finite: the weights are damaged or"
-            " overflow in this dtype; run `kconvert validate` with --source."
-        )
-    if temperature > 0:
-        noisy = np.empty(logits.shape, np.float64)
-        _add_gumbel(logits, positions, temperature, np.uint64(seed), noisy)
-        return noisy.argmax(axis=1)
-    return logits.argmax(axis=1)
+        raise not_finite(int(positions[np.argmin(finite)]))
+    tokens = np.stack([part[:, 1] for part in parts])
+    return tokens[values.argmax(axis=0), np.arange(len(positions))].astype(np.int64)
+
+
+def not_finite(position: int) -> CheckpointError:
+    """Logits for this position hold NaN or an infinity."""
+    return CheckpointError(
+        f"the logits for position {position} are not finite: the weights are damaged or"
+        " overflow in this dtype; run `kconvert validate` with --source."
+    )
 
 
 @jit
-def _add_gumbel(logits, positions, temperature, seed, out):  # type: ignore[no-untyped-def]
+def _best(logits, positions, temperature, seed, first, out):  # type: ignore[no-untyped-def]
     for t in range(logits.shape[0]):
-        row = _mix(_mix(seed) ^ np.uint64(positions[t]))
+        row = mix(mix(seed) ^ np.uint64(positions[t]))
+        greatest, token = -np.inf, 0
         for v in range(logits.shape[1]):
-            bits = _mix(row ^ np.uint64(v)) >> np.uint64(12)
-            uniform = (np.float64(bits) + 0.5) / 4503599627370496.0  # 2**52: exact, never 0 or 1
-            out[t, v] = logits[t, v] - temperature * math.log(-math.log(uniform))
+            value = np.float64(logits[t, v])
+            if not abs(value) < np.inf:
+                greatest = np.nan
+                break
+            if temperature > 0:
+                value = value + temperature * gumbel(row, first + v)
+            if value > greatest:  # of equal ones the lowest id stays
+                greatest, token = value, v
+        out[t, 0], out[t, 1] = greatest, first + token
 
 
 @jit
-def _mix(x):  # type: ignore[no-untyped-def]
+def gumbel(row, token):  # type: ignore[no-untyped-def]
+    """−ln(−ln u), of the u in (0, 1) that (seed, position) and token give."""
+    bits = mix(row ^ np.uint64(token)) >> np.uint64(12)
+    uniform = (np.float64(bits) + 0.5) / 4503599627370496.0  # 2**52: exact, never 0 or 1
+    return -logarithm(-logarithm(uniform))
+
+
+@jit
+def logarithm(x):  # type: ignore[no-untyped-def]
+    """ln x of a normal x > 0, within 2 units in the last place."""
+    mantissa, exponent = math.frexp(x)
+    if mantissa < SQRT_HALF:
+        mantissa, exponent = 2 * mantissa, exponent - 1
+    s = (mantissa - 1) / (mantissa + 1)
+    square, series = s * s, 0.0
+    for term in SERIES:
+        series = series * square + term
+    return exponent * LN2 + 2 * s * series
+
+
+@jit
+def mix(x):  # type: ignore[no-untyped-def]
     """splitmix64's step: https://prng.di.unimi.it/splitmix64.c"""
     x = x + np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)

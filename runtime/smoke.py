@@ -32,7 +32,12 @@ class Request:
 
 
 def smoke(
-    output: Path, drafter: Path | None, dtype: str, request: Request, write: Callable[[str], object]
+    output: Path,
+    drafter: Path | None,
+    dtype: str | None,
+    request: Request,
+    write: Callable[[str], object],
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Generate, `write` text as it comes, and report.
 
@@ -40,7 +45,7 @@ def smoke(
     (null where none is, or where it was not asked for). Raises what `Engine` does.
     """
     ranks = ranks_from_environment(output)
-    engine = Engine.open(output, drafter, dtype, ranks, request.ignore_config_keys)
+    engine = Engine.open(output, drafter, dtype, ranks, device, request.ignore_config_keys)
     write = write if ranks.rank == 0 else lambda _: None
     tokenizer = None if request.tokens is not None else Tokenizer(output)
     if tokenizer is not None and tokenizer.vocabulary > engine.model.config.vocabulary:

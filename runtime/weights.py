@@ -143,6 +143,15 @@ class Blobs:
         tensor = self._find(name)
         return self._read(tensor, range(local, local + 1)).reshape(tensor.entry.shape[1:])
 
+    def dtypes(self, ending: str) -> set[str]:
+        """Of the tensors whose names end so."""
+        return {t.entry.dtype for name, t in self._tensors.items() if name.endswith(ending)}
+
+    def stack(self, name: str) -> NDArray[Any]:
+        """All of the rank's experts in a layer's stacked tensor, in its own shape; as `get`."""
+        tensor = self._find(name)
+        return self._read(tensor, range(len(tensor.digests))).reshape(tensor.entry.shape)
+
     def _find(self, name: str) -> _Tensor:
         full = self.prefix + name
         if full not in self._tensors:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kconvert.convert.cli import text
+from kconvert.convert.cli import bench_text
 
 ROOT = Path(__file__).parent.parent
 
@@ -13,14 +13,14 @@ ROOT = Path(__file__).parent.parent
 @pytest.mark.parametrize(
     ("file", "show"),
     [
-        ("convert/bench/results/repack.json", text.bench_repack_text),
-        ("convert/bench/results/repack-16-cores.json", text.bench_repack_text),
-        ("convert/bench/results/convert.json", text.bench_convert_text),
-        ("convert/bench/results/plan.json", text.bench_plan_text),
-        ("runtime/bench/results/cpu-decode.json", text.bench_decode_text),
-        ("runtime/bench/results/cpu-exact.json", text.bench_exact_text),
-        ("runtime/bench/results/cpu-exact-tp2.json", text.bench_exact_text),
-        ("runtime/bench/results/h200-moe-2026-11-29.json", text.bench_moe_text),
+        ("convert/bench/results/repack.json", bench_text.repack_text),
+        ("convert/bench/results/repack-16-cores.json", bench_text.repack_text),
+        ("convert/bench/results/convert.json", bench_text.convert_text),
+        ("convert/bench/results/plan.json", bench_text.plan_text),
+        ("runtime/bench/results/cpu-decode.json", bench_text.decode_text),
+        ("runtime/bench/results/cpu-exact.json", bench_text.exact_text),
+        ("runtime/bench/results/cpu-exact-tp2.json", bench_text.exact_text),
+        ("runtime/bench/results/h200-moe-2026-11-29.json", bench_text.moe_text),
     ],
 )
 def test_table_is_what_was_measured(file: str, show) -> None:

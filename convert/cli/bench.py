@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kconvert.convert.cli.common import (
+    Device,
     Dtype,
     Json,
     explained,
@@ -22,9 +23,9 @@ bench = typer.Typer(help="Measure what this machine does.", no_args_is_help=True
 def bench_repack(as_json: Json = False) -> None:
     """Marlin packing against a plain copy of the same bytes, on one core and on more."""
     from kconvert.convert.bench.repack import bench_repack as measure
-    from kconvert.convert.cli import text
+    from kconvert.convert.cli import bench_text
 
-    show(measure(), as_json, text.bench_repack_text, quiet=False)
+    show(measure(), as_json, bench_text.repack_text, quiet=False)
 
 
 @bench.command("plan")
@@ -32,9 +33,9 @@ def bench_repack(as_json: Json = False) -> None:
 def bench_plan(as_json: Json = False) -> None:
     """Planning all of K2.6, and --help, as whole processes."""
     from kconvert.convert.bench.plan import bench_plan as measure
-    from kconvert.convert.cli import text
+    from kconvert.convert.cli import bench_text
 
-    show(measure(), as_json, text.bench_plan_text, quiet=False)
+    show(measure(), as_json, bench_text.plan_text, quiet=False)
 
 
 @bench.command("convert")
@@ -46,9 +47,9 @@ def bench_convert(
 ) -> None:
     """Converting a true-size K2.6 layer against copying its file, with sync."""
     from kconvert.convert.bench.conversion import bench_convert as measure
-    from kconvert.convert.cli import text
+    from kconvert.convert.cli import bench_text
 
-    show(measure(folder, pairs), as_json, text.bench_convert_text, quiet=False)
+    show(measure(folder, pairs), as_json, bench_text.convert_text, quiet=False)
 
 
 @bench.command("moe")
@@ -60,7 +61,7 @@ def bench_moe(
     as_json: Json = False,
 ) -> None:
     """One K2.6 MoE layer's kernels on this GPU, against the time to only read its weights."""
-    from kconvert.convert.cli import text
+    from kconvert.convert.cli import bench_text
     from kconvert.runtime.bench import moe
 
     names = shapes.split(",")
@@ -70,7 +71,44 @@ def bench_moe(
     result = moe.bench_moe(names, seed=seed, report=to_stderr)
     if save is not None:
         moe.save(result, save)
-    show(result, as_json, text.bench_moe_text, quiet=False)
+    show(result, as_json, bench_text.moe_text, quiet=False)
+
+
+@bench.command("linear")
+@explained
+def bench_linear(
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """Every bf16 product of a K2.6 TP8 rank on this GPU, against only reading its weight."""
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench import linear, moe
+
+    result = linear.bench_linear(report=to_stderr)
+    if save is not None:
+        moe.save(result, save)
+    show(result, as_json, bench_text.linear_text, quiet=False)
+
+
+@bench.command("exchange")
+@explained
+def bench_exchange(
+    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    as_json: Json = False,
+) -> None:
+    """One exchange of partial sums between ranks on GPUs, beside NCCL's and torch's.
+
+    torchrun --nproc-per-node N --no-python kconvert bench exchange
+    """
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench import exchange, moe
+
+    result = exchange.bench_exchange(report=to_stderr)
+    if result["rank"] != 0:
+        return
+    if save is not None:
+        moe.save(result, save)
+    show(result, as_json, bench_text.exchange_text, quiet=False)
 
 
 Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].')]
@@ -86,17 +124,18 @@ def bench_decode(
     prompts: Prompts,
     count: Count = None,
     new_tokens: NewTokens = 128,
-    dtype: Annotated[Dtype, typer.Option(help="What is computed in.")] = "float32",
+    dtype: Dtype = None,
+    device: Device = "auto",
     picture: Annotated[
         Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """ar, chains and trees of several budgets side by side, on the CPU.
+    """ar, chains and trees of several budgets side by side.
 
     A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert bench decode …
     """
-    from kconvert.convert.cli import text
+    from kconvert.convert.cli import bench_text
     from kconvert.runtime.bench.decode import bench_decode as measure
     from kconvert.runtime.bench.prompts import read_prompts
 
@@ -105,10 +144,10 @@ def bench_decode(
     if picture is not None and not picture.parent.is_dir():
         raise typer.BadParameter(f"{picture.parent} is no folder here", param_hint="--picture")
     chosen = read_prompts(prompts, count)
-    table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr)
+    table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr, device)
     if table["rank"] != 0:
         return
-    show(table, as_json, text.bench_decode_text, quiet=False)
+    show(table, as_json, bench_text.decode_text, quiet=False)
     if picture is not None:
         from kconvert.runtime.bench.picture import decode_picture
 
@@ -123,6 +162,7 @@ def bench_exact(
     outputs: Annotated[list[Path], typer.Argument(help="Converted folders.")],
     count: Count = None,
     new_tokens: NewTokens = 128,
+    device: Device = "auto",
     as_json: Json = False,
 ) -> None:
     """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs.
@@ -130,13 +170,13 @@ def bench_exact(
     Folders for N ranks: torchrun --nproc-per-node N --no-python kconvert bench exact …
     Of a multiple of N processes, every N take a part of the prompts.
     """
-    from kconvert.convert.cli import text
+    from kconvert.convert.cli import bench_text
     from kconvert.runtime.bench.exact import bench_exact as measure
     from kconvert.runtime.bench.prompts import read_prompts
 
     chosen = read_prompts(prompts, count)
-    table = measure(outputs, drafter, chosen, new_tokens, to_stderr)
+    table = measure(outputs, drafter, chosen, new_tokens, to_stderr, device=device)
     if table["rank"] == 0:
-        show(table, as_json, text.bench_exact_text, quiet=False)
+        show(table, as_json, bench_text.exact_text, quiet=False)
     if not table["exact"]:
         raise typer.Exit(1)

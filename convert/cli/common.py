@@ -62,9 +62,17 @@ def folder_argument(text: str) -> Any:
     return typer.Argument(parser=folder, metavar="FOLDER", help=text)
 
 
-Dtype = Literal["float32", "bfloat16"]  # as in kconvert.runtime.model, which loads torch
-
-
+# The choices of kconvert.runtime.backends, which loads torch.
+DtypeName = Literal["float32", "bfloat16"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+Dtype = Annotated[
+    DtypeName | None,
+    typer.Option("--dtype", help="What is computed in: float32, on the GPU bfloat16."),
+]
+Device = Annotated[
+    DeviceName,
+    typer.Option("--device", help="auto: a GPU if there is one that can."),
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
 Verify = Annotated[

@@ -12,6 +12,7 @@ import typer
 from kconvert.convert.cli.bench import bench
 from kconvert.convert.cli.common import (
     INTERRUPTED,
+    Device,
     Dtype,
     IgnoreConfigKey,
     Json,
@@ -346,9 +347,10 @@ def smoke_generate(
     max_new_tokens: Annotated[int, typer.Option(min=0, help="At most so many.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
     seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling.")] = 0,
-    dtype: Annotated[Dtype, typer.Option(help="What is computed in.")] = "float32",
-    no_chain_seed: Annotated[
-        bool, typer.Option("--no-chain-seed", help="A tree need not hold the likeliest chain.")
+    dtype: Dtype = None,
+    device: Device = "auto",
+    chain_seed: Annotated[
+        bool, typer.Option("--chain-seed", help="Trees begin with the likeliest chain.")
     ] = False,
     check_exact: Annotated[
         bool, typer.Option("--check-exact", help="Compare every logit's bits with ar's.")
@@ -356,7 +358,7 @@ def smoke_generate(
     ignore_config_key: IgnoreConfigKey = None,
     as_json: Json = False,
 ) -> None:
-    """Generate on the CPU, and say how fast and how exact.
+    """Generate, and say how fast and how exact.
 
     A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert smoke-generate …
 
@@ -379,12 +381,12 @@ def smoke_generate(
         max_new_tokens=max_new_tokens,
         temperature=temperature,
         seed=seed,
-        chain_seed=not no_chain_seed,
+        chain_seed=chain_seed,
         check_exact=check_exact,
         ignore_config_keys=tuple(ignore_config_key or ()),
     )
     write = (lambda _: None) if as_json else (lambda part: print(part, end="", flush=True))
-    table = smoke(output, drafter, dtype, request, write)
+    table = smoke(output, drafter, dtype, request, write, device)
     if table["rank"] == 0:
         show(table, as_json, text.smoke_text, quiet=False)
     if table["differs"] is not None:

@@ -1,277 +1,218 @@
-"""The operations of a forward pass on the CPU, each row by itself.
+"""The operations on the CPU: numpy arrays, float32 whatever they are rounded to, numba's loops."""
 
-Exactness by construction (DESIGN.md): every function computes a row's result with one and the
-same sequence of instructions whatever else is in the step, so its bits cannot depend on it. A
-library's matmul would not do (another row count, another blocking, other bits).
-
-Activations are C-contiguous float32 [rows, …]; rounding them to bf16 is the caller's. Weights are
-read as they lie in the blobs: bf16 as their bits, uint16, or float32. Sums are float32; the
-compiler may spread them over SIMD lanes, the same way for every row.
-"""
-
-import math
-from functools import partial
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
-from llvmlite import ir
-from numba import types
-from numba.extending import intrinsic
 from numpy.typing import NDArray
 
-from kconvert.layouts.numba_jit import jit
+from kconvert.layouts.quantization import dequantize
+from kconvert.runtime import rope, sampling
+from kconvert.runtime.backends import cpu_loops as loops
+from kconvert.runtime.backends.kept import Kept
+from kconvert.runtime.backends.protocol import ExpertSource, LatentNorms, Norm, Sampling, Source
+from kconvert.runtime.cache import LatentCache
+from kconvert.runtime.config import ModelConfig
+from kconvert.runtime.distributed import Ranks
+from kconvert.runtime.drafting.ddtree import Tree, build_tree, walk
+from kconvert.runtime.step import Ints, Step, drafted, sequence
 
 Array = NDArray[np.float32]
-Weight = NDArray[Any]  # uint16 (bf16 bits) or float32
+Matrix = tuple[Source, ...]
 
-SPLIT = 64  # keys a split of the committed prefix: its boundaries are multiples of this
-MAX_DRAFT_DEPTH = 32  # a drafted token is less than this far from its last committed ancestor
-
-
-# Reassociation lets sums use SIMD lanes. NaN and infinity keep their meaning: rejected slots are
-# NaN, and a NaN that gets anywhere must show.
-_jit = partial(jit, fastmath={"reassoc", "contract"})
+SPLIT = 64  # keys a split of the committed prefix
+EXPERT_BYTES = 4 << 30  # of dequantized experts that are kept
 
 
-@intrinsic
-def _widen(typingctx, value):  # type: ignore[no-untyped-def]
-    """A weight as float32: bf16 bits moved up, float32 as it is."""
+class CpuBackend:
+    """See protocol.py. Weights stay where they lie, mapped; experts are dequantized when they are
+    first chosen."""
 
-    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
-        if signature.args[0] == types.float32:
-            return arguments[0]
-        wide = builder.zext(arguments[0], ir.IntType(32))
-        wide = builder.shl(wide, ir.Constant(ir.IntType(32), 16))
-        return builder.bitcast(wide, ir.FloatType())
+    def __init__(self, config: ModelConfig, ranks: Ranks, dtype: str) -> None:
+        self.config, self.ranks, self.dtype = config, ranks, dtype
+        self.kept = Kept(EXPERT_BYTES)
+        self._bf16 = dtype == "bfloat16"
+        self._scale = np.float32(config.softmax_scale)
+        self._cos, self._sin = rope_tables(config, 0)
 
-    return types.float32(value), codegen
+    def matrix(self, *parts: Source) -> Matrix:
+        return parts
 
+    def embedding(self, table: Source) -> Matrix:
+        return (table,)
 
-@_jit
-def _linear(x, w, out):  # type: ignore[no-untyped-def]
-    for n in range(w.shape[0]):
-        row = w[n]
-        for t in range(x.shape[0]):
-            total = np.float32(0)
-            for k in range(row.size):
-                total += x[t, k] * _widen(row[k])
-            out[t, n] = total
+    def vector(self, values: Source) -> Source:
+        return values
 
+    def experts_of(self, source: ExpertSource) -> "Experts":
+        return Experts(source, self.kept, self._bf16)
 
-def linear(x: Array, w: Weight) -> Array:
-    """x [T, K] times the transpose of w [N, K] → [T, N]."""
-    out = np.empty((len(x), len(w)), np.float32)
-    _linear(x, w, out)
-    return out
+    def new_cache(self, slots: int) -> LatentCache:
+        c = self.config
+        if slots > len(self._cos):
+            self._cos, self._sin = rope_tables(c, max(slots, 2 * len(self._cos)))
+        return LatentCache(c.layers, slots, c.kv_lora + c.rope_dim)
 
+    def sequence(self, tokens: Ints, start: int) -> Step:
+        return sequence(tokens, start, SPLIT)
 
-@_jit
-def _rms_norm(x, weight, eps, out):  # type: ignore[no-untyped-def]
-    for t in range(x.shape[0]):
-        total = np.float32(0)
-        for k in range(x.shape[1]):
-            total += x[t, k] * x[t, k]
-        scale = np.float32(1) / np.sqrt(total / np.float32(x.shape[1]) + eps)
-        for k in range(x.shape[1]):
-            out[t, k] = _widen(weight[k]) * (x[t, k] * scale)
+    def drafted(self, token: int, start: int, tree: Tree) -> Step:
+        return drafted(token, tree, start, SPLIT)
 
+    def embed(self, table: Matrix, step: Step) -> Array:
+        return self.embed_tokens(table, step.tokens)
 
-def rms_norm(x: Array, weight: Weight, eps: float) -> Array:
-    """x [T, D] over the root of its mean square, times weight [D] → [T, D]."""
-    out = np.empty(x.shape, np.float32)
-    _rms_norm(np.ascontiguousarray(x), weight, np.float32(eps), out)
-    return out
+    def embed_tokens(self, table: Matrix, tokens: Ints) -> Array:
+        """Embedding rows [T, D] of tokens."""
+        out = np.empty((len(tokens), table[0].shape[1]), np.float32)
+        loops.embed(table[0], tokens, out)
+        return out
 
+    def linear(self, x: Array, weight: Matrix) -> Array:
+        return self._linear(x, weight, self._bf16)
 
-@_jit
-def _silu_mul(gate, up, out):  # type: ignore[no-untyped-def]
-    for t in range(gate.shape[0]):
-        for k in range(gate.shape[1]):
-            g = gate[t, k]
-            out[t, k] = g / (np.float32(1) + np.float32(math.exp(-g))) * up[t, k]
+    def sums(self, x: Array, weight: Matrix) -> Array:
+        return self._linear(x, weight, False)
 
+    def _linear(self, x: Array, weight: Matrix, bf16: bool) -> Array:
+        out = np.empty((len(x), sum(len(part) for part in weight)), np.float32)
+        first = 0
+        for part in weight:
+            loops.linear(x, part, first, bf16, out)
+            first += len(part)
+        return out
 
-def silu_mul(gate: Array, up: Array) -> Array:
-    """SiLU(gate) · up, elementwise [T, N]."""
-    out = np.empty(gate.shape, np.float32)
-    _silu_mul(gate, up, out)
-    return out
+    def add_norm(self, x: Array, sums: Array | None, norm: Norm) -> tuple[Array, Array]:
+        if sums is not None:
+            total = np.empty_like(x)
+            loops.add(x, self.ranks.all_reduce(sums), self._bf16, total)
+            x = total
+        return x, self._norm(x, norm)
 
+    def _norm(self, x: Array, norm: Norm) -> Array:
+        out = np.empty_like(x)
+        loops.norm_rows(x, norm.weight, np.float32(norm.epsilon), self._bf16, out)
+        return out
 
-def rotate(x: Array, cos: Array, sin: Array) -> Array:
-    """RoPE on interleaved pairs: x [T, H, R] with cos and sin [T, R/2] → [T, H, R]."""
-    even, odd = x[..., ::2], x[..., 1::2]
-    out = np.empty(x.shape, np.float32)
-    out[..., ::2] = even * cos[:, None] - odd * sin[:, None]
-    out[..., 1::2] = odd * cos[:, None] + even * sin[:, None]
-    return out
+    def store_latents(self, low: Array, norms: LatentNorms, step: Step, layer: Array) -> Array:
+        c, (query, key) = self.config, norms
+        q_low = np.ascontiguousarray(low[:, : c.q_lora])
+        loops.store_latents(
+            np.ascontiguousarray(low[:, c.q_lora :]), key.weight, np.float32(key.epsilon),
+            step.positions, step.slots, self._cos, self._sin, c.kv_lora, self._bf16, layer,
+        )  # fmt: skip
+        return q_low if query is None else self._norm(q_low, query)
 
+    def queries(self, q: Array, kv_b: Matrix, step: Step) -> Array:
+        c = self.config
+        q = q.reshape(len(q), -1, c.nope_dim + c.rope_dim)
+        out = np.empty((*q.shape[:2], c.kv_lora + c.rope_dim), np.float32)
+        loops.queries(q, self._heads(kv_b), step.positions, self._cos, self._sin, self._bf16, out)
+        return out
 
-@_jit
-def _absorb(q, kv_b, out):  # type: ignore[no-untyped-def]
-    for t in range(q.shape[0]):
-        for h in range(q.shape[1]):
-            for n in range(q.shape[2]):
-                for c in range(out.shape[2]):
-                    out[t, h, c] += q[t, h, n] * _widen(kv_b[h, n, c])
+    def attend(self, queries: Array, step: Step, layer: Array) -> Array:
+        out = np.empty((*queries.shape[:2], self.config.kv_lora), np.float32)
+        loops.attend(
+            queries, layer, SPLIT, step.prefix, step.windows, step.counts, self._scale,
+            self._bf16, out,
+        )  # fmt: skip
+        return out
 
+    def expand(self, context: Array, kv_b: Matrix) -> Array:
+        c = self.config
+        out = np.empty((*context.shape[:2], c.value_dim), np.float32)
+        loops.expand(context, self._heads(kv_b), c.nope_dim, self._bf16, out)
+        return out.reshape(len(out), -1)
 
-def absorb(q: Array, kv_b: Weight) -> Array:
-    """Queries into latent space: q [T, H, nope] times the key rows of kv_b [H, nope + v, C] →
-    [T, H, C]."""
-    out = np.zeros((*q.shape[:2], kv_b.shape[2]), np.float32)
-    _absorb(np.ascontiguousarray(q), kv_b, out)
-    return out
+    def _heads(self, kv_b: Matrix) -> Source:
+        """[H, nope + v, C]."""
+        c = self.config
+        return kv_b[0].reshape(-1, c.nope_dim + c.value_dim, c.kv_lora)
 
+    def silu_mul(self, gate_up: Array) -> Array:
+        out = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
+        loops.silu_mul(gate_up, self._bf16, out)
+        return out
 
-@_jit
-def _expand(context, kv_b, nope, out):  # type: ignore[no-untyped-def]
-    for t in range(context.shape[0]):
-        for h in range(context.shape[1]):
-            for v in range(out.shape[2]):
-                total = np.float32(0)
-                for c in range(context.shape[2]):
-                    total += context[t, h, c] * _widen(kv_b[h, nope + v, c])
-                out[t, h, v] = total
+    def route(self, logits: Array, bias: Source, step: Step) -> tuple[Ints, Array]:
+        c = self.config
+        ids = np.empty((len(logits), c.top_k), np.int64)
+        weights = np.empty((len(logits), c.top_k), np.float32)
+        loops.route(logits, bias, c.norm_topk, np.float32(c.routed_scale), ids, weights)
+        return ids, weights
 
+    def experts(
+        self, h: Array, routing: tuple[Ints, Array], experts: "Experts", shared: Array | None
+    ) -> Array:
+        ids, weights = routing
+        y = np.zeros((*ids.shape, h.shape[1]), np.float32)  # [T, k, D]
+        for number in np.unique(ids):
+            if number in experts.here:
+                w13, w2 = experts[int(number)]
+                loops.expert(h, ids, weights, number, w13, w2, self._bf16, y)
+        out = np.zeros_like(h)
+        loops.add_slots(y, out)
+        return out if shared is None else out + shared
 
-def expand(context: Array, kv_b: Weight, nope: int) -> Array:
-    """Attended latents [T, H, C] times the value rows of kv_b [H, nope + v, C] → [T, H, v]."""
-    out = np.empty((*context.shape[:2], kv_b.shape[1] - nope), np.float32)
-    _expand(context, kv_b, nope, out)
-    return out
+    def pick(self, logits: Array, step: Step, how: Sampling) -> Ints:
+        first = self.ranks.rank * logits.shape[1]
+        found = sampling.best(logits, step.positions + 1, how.temperature, how.seed, first)
+        return sampling.chosen(self.ranks.gather(found), step.positions + 1)
 
+    def gather(self, logits: Array) -> Array:
+        return self.ranks.all_gather(logits)
 
-@_jit
-def prefix_length(position):  # type: ignore[no-untyped-def]
-    """How many keys below a query at `position` are read in splits: a fixed function of the
-    position, a multiple of SPLIT, at most position − MAX_DRAFT_DEPTH: none of them is drafted."""
-    return max(position - MAX_DRAFT_DEPTH, 0) // SPLIT * SPLIT
+    def grow(self, ids: Ints, logprobs: Array, budget: int, chain_seed: bool) -> Tree:
+        return build_tree(ids, logprobs, budget, chain_seed)
 
+    def walk(self, tree: Tree, chosen: Ints) -> tuple[Ints, int]:
+        return walk(tree, chosen)
 
-@_jit
-def _split(query, keys, slots, count, scale, scores, best, total, sums):  # type: ignore[no-untyped-def]
-    """Fold the keys at slots[:count] of one query into its running maximum, sum and values."""
-    latent = sums.size
-    highest = np.float32(-np.inf)
-    for j in range(count):
-        key = keys[slots[j]]
-        score = np.float32(0)
-        for c in range(key.size):
-            score += query[c] * key[c]
-        scores[j] = score * scale
-        highest = max(highest, scores[j]) if scores[j] == scores[j] else scores[j]
-    new = max(best, highest) if highest == highest else highest
-    kept = np.float32(math.exp(best - new)) if total > 0 else np.float32(0)
-    total *= kept
-    for c in range(latent):
-        sums[c] *= kept
-    for j in range(count):
-        weight = np.float32(math.exp(scores[j] - new))
-        total += weight
-        key = keys[slots[j]]
-        for c in range(latent):
-            sums[c] += weight * key[c]
-    return new, total
-
-
-@_jit
-def _attend(queries, keys, prefix, windows, counts, scale, out):  # type: ignore[no-untyped-def]
-    positions = np.arange(SPLIT)
-    scores = np.empty(max(SPLIT, windows.shape[1]), np.float32)
-    for t in range(queries.shape[0]):
-        for h in range(queries.shape[1]):
-            best, total, sums = np.float32(-np.inf), np.float32(0), out[t, h]
-            for start in range(0, prefix[t], SPLIT):
-                best, total = _split(
-                    queries[t, h], keys[start:], positions, SPLIT, scale, scores, best, total, sums
-                )
-            best, total = _split(
-                queries[t, h], keys, windows[t], counts[t], scale, scores, best, total, sums
-            )
-            for c in range(sums.size):
-                sums[c] /= total
+    def compact(self, cache: LatentCache, step: Step, accepted: Ints) -> None:
+        cache.commit(step.slots, accepted)
 
 
-def attend(
-    queries: Array,
-    keys: Array,
-    prefix: NDArray[np.int64],
-    windows: NDArray[np.int64],
-    counts: NDArray[np.int64],
-    scale: float,
-    latent: int,
-) -> Array:
-    """Multi-query attention over the latent cache, each query over its own keys.
+class Weights(NamedTuple):
+    """One expert: w13 [2N, D] and w2 [D, N], float32 exactly or bf16's bits."""
 
-    queries [T, H, C + R], keys [slots, C + R] (latent, then rotated key). A query reads the slots
-    0 … prefix[t] − 1 in splits of SPLIT, then windows[t, :counts[t]] in that order, which is the
-    order of positions; the parts are merged by log-sum-exp in that order. → [T, H, C = latent].
-    """
-    out = np.zeros((*queries.shape[:2], latent), np.float32)
-    _attend(queries, keys, prefix, windows, counts, np.float32(scale), out)
-    return out
+    w13: Source
+    w2: Source
 
 
-@_jit
-def _route(logits, bias, weights, ids, normalise, factor):  # type: ignore[no-untyped-def]
-    experts = logits.shape[1]
-    scores, ranked = np.empty(experts, np.float32), np.empty(experts, np.float32)
-    for t in range(logits.shape[0]):
-        for e in range(experts):
-            scores[e] = np.float32(1) / (np.float32(1) + np.float32(math.exp(-logits[t, e])))
-            ranked[e] = scores[e] + bias[e]
-        total = np.float32(0)
-        for slot in range(ids.shape[1]):
-            chosen = 0
-            for e in range(1, experts):
-                if ranked[e] > ranked[chosen]:  # ties: the lowest id stays
-                    chosen = e
-            ids[t, slot], weights[t, slot] = chosen, scores[chosen]
-            ranked[chosen] = -np.inf
-            total += scores[chosen]
-        for slot in range(ids.shape[1]):
-            if normalise:
-                weights[t, slot] /= total + np.float32(1e-20)
-            weights[t, slot] *= factor
+class Experts:
+    """A layer's routed experts on this rank: dequantized when they are asked for."""
+
+    def __init__(self, source: ExpertSource, kept: Kept, bf16: bool) -> None:
+        self.here = source.experts
+        self._source, self._kept, self._bf16 = source, kept, bf16
+
+    def __getitem__(self, expert: int) -> Weights:
+        """The expert of this number. It is eight or four times the size of its codes."""
+        key = self._source.layer, expert
+        return Weights(*self._kept.get(key, lambda: tuple(self._made(expert))))
+
+    def _made(self, expert: int) -> Weights:
+        return Weights(*(
+            weight_bits(self._source.codes(m, expert), self._source.scales(m, expert), self._bf16)
+            for m in ("w13", "w2")
+        ))  # fmt: skip
 
 
-def route(
-    logits: Array, bias: Array, top_k: int, normalise: bool, factor: float
-) -> tuple[NDArray[np.int64], Array]:
-    """noaux_tc router: top_k of sigmoid(logits) + bias, best first, ties to the lowest id; the
-    weights are the scores without bias, normalised, times factor. → ids, weights [T, top_k]."""
-    ids = np.empty((len(logits), top_k), np.int64)
-    weights = np.empty((len(logits), top_k), np.float32)
-    _route(logits, bias, weights, ids, normalise, np.float32(factor))
-    return ids, weights
+def weight_bits(codes: NDArray[np.int8], scales: Source, bf16: bool) -> Source:
+    """codes [N, K] times scales [N, groups], exactly as float32, or rounded to bf16's bits."""
+    values = dequantize(codes, widen(scales))
+    if not bf16:
+        return values
+    loops.rounded(values.reshape(-1), True)
+    return (values.view(np.uint32) >> np.uint32(16)).astype(np.uint16)
 
 
-@_jit
-def _add_slots(y, weights, out):  # type: ignore[no-untyped-def]
-    for t in range(y.shape[0]):
-        for slot in range(y.shape[1]):
-            for k in range(y.shape[2]):
-                out[t, k] += weights[t, slot] * y[t, slot, k]
-
-
-def add_slots(y: Array, weights: Array) -> Array:
-    """A token's experts y [T, top_k, D], weighted and added in slot order → [T, D]."""
-    out = np.zeros((len(y), y.shape[2]), np.float32)
-    _add_slots(y, weights, out)
-    return out
-
-
-def round_bf16(x: Array) -> Array:
-    """To the nearest bf16, ties to even, as float32; infinities and NaN stay."""
-    bits = np.ascontiguousarray(x).view(np.uint32)
-    rounded = bits + (np.uint32(0x7FFF) + (bits >> np.uint32(16) & np.uint32(1)))
-    rounded &= np.uint32(0xFFFF0000)
-    return np.where(np.isfinite(x), rounded.view(np.float32), x)
-
-
-def widen(bits: Weight) -> Array:
+def widen(bits: Source) -> Array:
     """bf16 bits → float32; float32 as it is."""
     if bits.dtype == np.float32:
         return bits
     return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+
+
+def rope_tables(config: ModelConfig, positions: int) -> tuple[Array, Array]:
+    """cos and sin float32 [positions, R/2], on the host for every backend: the same bits."""
+    return rope.tables(config.rope_dim, config.rope_theta, config.yarn, np.arange(positions))

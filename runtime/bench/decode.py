@@ -18,14 +18,16 @@ def bench_decode(
     drafter: Path,
     prompts: list[list[int]],
     new_tokens: int,
-    dtype: str,
+    dtype: str | None,
     report: Report,
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Tokens a second, target forwards and committed tokens a forward of `ar`, chains and trees
-    of several budgets and of the budget `auto`, what each step's time goes to, and which share of
-    the steps `reached` each depth of their draft. Started by torchrun, rank 0's clock counts."""
+    of several budgets and of the budget `auto`, what each step's time goes to (on a GPU also by its
+    own time stamps), and which share of the steps `reached` each depth of their draft. Started by
+    torchrun, rank 0's clock counts."""
     ranks = ranks_from_environment(output)
-    engine = Engine.open(output, drafter, dtype, ranks)
+    engine = Engine.open(output, drafter, dtype, ranks, device)
     report = report if ranks.rank == 0 else lambda _: None
     for prompt in prompts:
         engine.checked(prompt, new_tokens)
@@ -43,6 +45,11 @@ def bench_decode(
             )
         rows.append({"mode": mode, "budget": budget, **_summary(made)})
         report(json.dumps(rows[-1]))
+    if engine.device == "cuda":
+        from kconvert.runtime.bench.timeline import timeline
+
+        for row in rows:
+            row["timeline"] = timeline(engine, prompts[0], new_tokens, row["mode"], row["budget"])
     plain = rows[0]
     for row in rows:
         row["forwards_saved"] = plain["target_forwards"] / row["target_forwards"]
@@ -52,11 +59,21 @@ def bench_decode(
         "rank": ranks.rank,
         "tp": ranks.size,
         "date": time.strftime("%Y-%m-%d"),
-        "dtype": dtype,
+        "dtype": engine.model.backend.dtype,
+        "device": engine.device,
+        "gpu_bytes": _gpu_bytes() if engine.device == "cuda" else None,
         "prompts": len(prompts),
         "new_tokens": new_tokens,
         "rows": rows,
     }
+
+
+def _gpu_bytes() -> int:
+    """What this process has taken of the GPU's memory, weights and CUDA's own included."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def _summary(made: list[Generation]) -> dict[str, Any]:
@@ -77,5 +94,6 @@ def _summary(made: list[Generation]) -> dict[str, Any]:
         "committed_per_forward": tokens / forwards,
         "reached": [float((depths >= d).mean()) for d in range(1, max(depths, default=0) + 1)],
         "tokens_per_second": tokens / seconds,
+        "us_per_step": seconds / forwards * 1e6,
         "share": {name: part / seconds for name, part in sorted(parts.items())},
     }

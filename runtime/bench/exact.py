@@ -8,6 +8,7 @@ from typing import Any
 
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.manifest import read_manifest
+from kconvert.runtime.backends.protocol import DTYPES
 from kconvert.runtime.bench.prompts import BUDGETS, Report, configurations
 from kconvert.runtime.distributed import team_from_environment
 from kconvert.runtime.engine import Engine
@@ -21,7 +22,8 @@ def bench_exact(
     new_tokens: int,
     report: Report,
     temperatures: Sequence[float] = (0.0, 0.8),
-    dtypes: Sequence[str] = ("float32", "bfloat16"),
+    dtypes: Sequence[str] | None = None,
+    device: str = "auto",
 ) -> dict[str, Any]:
     """Every mode and budget against `ar`, by the float32 bits of every committed logit.
 
@@ -41,13 +43,14 @@ def bench_exact(
             report(row if team.count == 1 else f"team {team.index + 1} of {team.count}: {row}")
 
     for output in outputs:  # what will be refused is refused before the hours of measuring
-        engine = Engine.open(output, drafter, dtypes[0], team.ranks)
+        engine = Engine.open(output, drafter, ranks=team.ranks, device=device)
         for prompt in prompts:
             engine.checked(prompt, new_tokens)
-    rows = []
+    rows, device = [], engine.device
+    dtypes = dtypes or (DTYPES if device == "cpu" else ("bfloat16",))
     for output in outputs:
         for dtype in dtypes:
-            engine = Engine.open(output, drafter, dtype, team.ranks)
+            engine = Engine.open(output, drafter, dtype, team.ranks, device)
             for temperature in temperatures:
                 part = list(enumerate(prompts))[team.index :: team.count]
                 rows += _exact_rows(engine, part, new_tokens, temperature, tell)
@@ -56,6 +59,7 @@ def bench_exact(
         "bench": "exact",
         "rank": team.process,
         "tp": team.ranks.size,
+        "device": device,
         "date": time.strftime("%Y-%m-%d"),
         "prompts": len(prompts),
         "new_tokens": new_tokens,
@@ -84,10 +88,12 @@ def _exact_rows(
     temperature: float,
     report: Report,
 ) -> list[dict[str, Any]]:
-    kinds = configurations(BUDGETS, engine)
+    kinds: list[tuple[str, int | str]] = [*configurations(BUDGETS, engine)]
+    if engine.device == "cuda":  # on the CPU it drafts by the machine's noise
+        kinds.append(("ddtree", "auto"))
     rows = [
         {
-            "layout": engine.model.blobs.manifest.layout, "dtype": engine.model.dtype,
+            "layout": engine.model.blobs.manifest.layout, "dtype": engine.model.backend.dtype,
             "temperature": temperature, "mode": mode, "budget": budget, "tokens": 0,
             "target_forwards": 0, "ar_forwards": 0, "differ": {},
         }

@@ -1,7 +1,8 @@
 """How many draft nodes are worth verifying: `--budget auto`.
 
 A round costs t_draft + t_verify(rows) and commits 1 + Σ q tokens on average, q being the path
-probabilities of the tree's nodes: the budget is the one that makes tokens a second greatest.
+probabilities of the tree's nodes, corrected by what earlier trees promised and kept
+(`Calibration`): the budget is the one that makes tokens a second greatest.
 Rule: CaDDTree, arXiv 2606.01813, which grows the tree while
 (1 + Σ q + next) / (t_draft + t_verify) rises. Where even the best tree is slower than plain
 decoding, drafting pauses (`Pauses`).
@@ -62,12 +63,16 @@ class CostCurve:
 
 
 def rates(
-    probabilities: Sequence[float] | NDArray[np.float64], curve: CostCurve, draft_seconds: float
+    probabilities: Sequence[float] | NDArray[np.float64],
+    curve: CostCurve,
+    draft_seconds: float,
+    kept: float = 1.0,
 ) -> NDArray[np.float64]:
     """Expected tokens a second when the first 0…n nodes are verified: float64 [n + 1].
 
     `probabilities` [n] are the path probabilities in the order of the tree's nodes, so that
-    `tree.first(argmax)` is the tree to verify; `draft_seconds` is what a draft costs. Where path
+    `tree.first(argmax)` is the tree to verify; `draft_seconds` is what a draft costs, `kept` the
+    share of what they promise that is accepted. Where path
     probabilities fall and the curve bends upwards, growth is worth it up to one point, CaDDTree's.
     All prefixes are compared, because a measured curve has steps (the rows of a tile cost as much
     as the first of them) and a seeded chain comes before likelier nodes.
@@ -75,8 +80,33 @@ def rates(
     path = np.asarray(probabilities, np.float64)
     if not (np.isfinite(path) & (path >= 0)).all() or not 0 <= draft_seconds < float("inf"):
         raise ValueError("path probabilities and the draft's time must be finite and not negative")
-    committed = 1 + np.concatenate([[0.0], np.cumsum(path)])
+    committed = 1 + kept * np.concatenate([[0.0], np.cumsum(path)])
     return committed / (draft_seconds + curve(1 + np.arange(len(committed))))
+
+
+class Calibration:
+    """What share of the drafted tokens that trees promise is accepted, of late.
+
+    A drafter is surer of itself than the target agrees, the more so where text is sampled. Before
+    anything was verified its word is taken.
+    """
+
+    MEMORY = 0.98  # what a round counts for after the next: half after 34
+    PRIOR = 4.0  # drafted tokens that count as promised and accepted
+
+    def __init__(self) -> None:
+        self._promised = self._accepted = 0.0
+
+    def verified(self, promised: float, accepted: int) -> None:
+        """A tree of path probabilities that sum to `promised` had so many tokens accepted. An empty
+        tree counts too: what is never tried is slowly forgotten."""
+        self._promised = self.MEMORY * self._promised + promised
+        self._accepted = self.MEMORY * self._accepted + accepted
+
+    @property
+    def kept(self) -> float:
+        """Accepted tokens for each one promised; at most 1, or paths were likelier than certain."""
+        return min(1.0, (self.PRIOR + self._accepted) / (self.PRIOR + self._promised))
 
 
 class Pauses:

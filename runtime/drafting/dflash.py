@@ -53,18 +53,8 @@ class Drafter:
         Raises CheckpointError when the folder is damaged, UnsupportedError when the drafter is of
         another kind or for another target.
         """
-        folder = Path(folder)
         config = DrafterConfig.read(folder, attention_factor, causal_windows)
-        config.check_target(target)
-        checkpoint = read_checkpoint(folder)
-        _check_tensors(folder, checkpoint, config.shapes())
-        weights: dict[str, Tensor] = {}
-        for shard in checkpoint.shards:
-            with safe_open(folder / shard, "pt", device=str(device)) as file:
-                for name, tensor in checkpoint.tensors.items():
-                    if tensor.shard == shard:
-                        weights[name] = file.get_tensor(name).to(dtype)
-        return cls(config, weights)
+        return cls(config, read_weights(folder, config, target, dtype, device))
 
     @property
     def length(self) -> int:
@@ -192,6 +182,26 @@ class Drafter:
         positions = torch.arange(self._length, end, device=self._frequencies.device)
         factor = self.config.yarn.amplitude if self.config.yarn else 1.0
         return rope_tables(self._frequencies, positions, factor)
+
+
+def read_weights(
+    folder: Path,
+    config: DrafterConfig,
+    target: TargetDims,
+    dtype: torch.dtype,
+    device: str | torch.device,
+) -> dict[str, Tensor]:
+    """Every tensor of `config.shapes()`. Raises what `Drafter.open` does."""
+    config.check_target(target)
+    checkpoint = read_checkpoint(folder)
+    _check_tensors(folder, checkpoint, config.shapes())
+    weights: dict[str, Tensor] = {}
+    for shard in checkpoint.shards:
+        with safe_open(folder / shard, "pt", device=str(device)) as file:
+            for name, tensor in checkpoint.tensors.items():
+                if tensor.shard == shard:
+                    weights[name] = file.get_tensor(name).to(dtype)
+    return weights
 
 
 def rope_frequencies(config: DrafterConfig) -> Tensor:

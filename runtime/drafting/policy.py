@@ -1,19 +1,18 @@
 """The drafting policy: the drafter's context, and a tree, or none, below each newest token."""
 
 import time
-from dataclasses import replace
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kconvert.runtime.backends.cpu import MAX_DRAFT_DEPTH
+from kconvert.runtime.backends.protocol import REACH
 from kconvert.runtime.clock import Clock
-from kconvert.runtime.drafting.budget import CostCurve, Pauses, rates
-from kconvert.runtime.drafting.ddtree import Tree, build_tree, chain, top_k
+from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses, rates
+from kconvert.runtime.drafting.ddtree import Tree, chain, top_k
 from kconvert.runtime.drafting.dflash import Drafter
 from kconvert.runtime.model import Model
-from kconvert.runtime.step import sequence
 
 AUTO = "auto"
 MOST_AUTO = 64
@@ -24,17 +23,17 @@ NO_TREE = Tree(
 
 def measured_costs(model: Model) -> CostCurve:
     """Seconds of a verify step of this model on this machine, by its rows."""
-    start = 2 * MAX_DRAFT_DEPTH
+    start = 2 * REACH
     cache = model.new_cache(start + MOST_AUTO + 1)
     points = []
     # Unlike tokens go to unlike experts, as a tree's do.
     tokens = np.random.default_rng(0).integers(model.config.vocabulary, size=MOST_AUTO + 1)
     for rows in (1, 2, 4, 8, 16, 32, MOST_AUTO + 1):
-        step = replace(sequence(tokens[:rows], start), prefill=False)
-        model.forward(step, cache)  # touches weights, compiles
+        step = model.backend.sequence(tokens[:rows], start)
+        model.head(model.forward(step, cache)[0])  # touches weights, compiles
         for _ in range(3):
             begin = time.perf_counter()
-            model.forward(step, cache)
+            model.head(model.forward(step, cache)[0])
             points.append((rows, time.perf_counter() - begin))
     return CostCurve.measured(points)
 
@@ -51,22 +50,29 @@ class Drafting:
         chain_seed: bool,
         costs: CostCurve | None,
         pauses: Pauses,
+        calibration: Calibration,
         clock: Clock,
     ) -> None:
-        """`costs` and `pauses` are for the budget "auto", which knows no bound but MOST_AUTO."""
+        """`costs`, `pauses` and `calibration` are for the budget "auto", which knows no bound but
+        MOST_AUTO."""
         self._model, self._drafter = model, drafter
         self._mode, self._chain_seed, self._clock = mode, chain_seed, clock
         self._costs = costs
         self.most = MOST_AUTO if budget == AUTO else int(budget)
         self._pauses = pauses if budget == AUTO else Pauses()
+        self._calibration = calibration
+        self._promised: float | None = None  # by the newest tree, until it is verified
         self._waiting: list[NDArray[np.float32]] = []  # features that the next draft needs
         self.aux_layers = drafter.config.target_layer_ids
         self.forwards = 0
         drafter.reset()
 
-    def commit(self, features: NDArray[np.float32]) -> None:
-        """Newly committed rows' outputs of the target layers, in order."""
-        self._waiting.append(features)
+    def commit(self, features: Sequence[NDArray[np.float32]]) -> None:
+        """Newly committed rows' outputs [T, D] of each of the target layers, in order."""
+        self._waiting.append(np.concatenate(features, axis=1))
+        if self._promised is not None:
+            self._calibration.verified(self._promised, len(features[0]) - 1)
+            self._promised = None
 
     def catch_up(self, but: int = 0) -> None:
         """Take what was committed, but for the newest `but` steps, into the drafter's context."""
@@ -90,19 +96,27 @@ class Drafting:
         if self._mode == "chain":
             tree = chain(*top_k(logits, 1), self.most)
         else:
-            tree = build_tree(*top_k(logits, self.most), self.most, self._chain_seed)
+            ids, logprobs = top_k(logits, self.most)
+            tree = self._model.backend.grow(ids, logprobs, self.most, self._chain_seed)
         pays = True
         if self._costs is not None:
-            promised = rates(np.exp(tree.path_logprobs), self._costs, seconds)
+            probabilities = np.exp(tree.path_logprobs)
+            promised = rates(probabilities, self._costs, seconds, self._calibration.kept)
             tree = tree.first(int(promised.argmax()))
             pays = bool(promised.max() * self._costs(1) >= 1)
         # What rank 0 found is everybody's: clocks differ, and drafting is done together.
-        tree, pays = self._model.ranks.broadcast((tree, pays))
+        tree, pays = self._model.backend.ranks.broadcast((tree, pays))
         self._pauses.drafted(pays)
+        if self._costs is not None:
+            self._promised = float(np.exp(tree.path_logprobs).sum())
         return tree
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._model.embed(ids.numpy()))
+        model = self._model
+        rows = model.backend.embed_tokens(model.weights.embedding, ids.numpy())
+        return torch.from_numpy(rows)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        return torch.from_numpy(self._model.head(hidden.float().contiguous().numpy()))
+        model = self._model
+        logits = model.head(hidden.float().contiguous().numpy())
+        return torch.from_numpy(model.backend.gather(logits))

@@ -72,6 +72,14 @@ class _Stream:
         return 0, self._handle
 
 
+def _converted(argument: Any) -> Any:
+    if argument is None:
+        return 0
+    if isinstance(argument, Tensor):
+        return argument.data_ptr()
+    return c_float(argument) if isinstance(argument, float) else c_int(argument)
+
+
 def launch(
     name: str,
     defines: Mapping[str, int],
@@ -83,10 +91,10 @@ def launch(
     overlap: bool = True,
 ) -> None:
     """Launch the kernel ``name`` ("moe/w13"): ``grid`` clusters of ``cluster`` blocks. Tensor
-    arguments go as pointers, ints as 32-bit ints, floats as 32-bit floats."""
+    arguments go as pointers, None as a null one, ints as 32-bit ints, floats as 32-bit floats."""
     from cuda import core
 
-    device_index = next(a.device.index for a in args if isinstance(a, Tensor))
+    device_index = next(a.device.index for a in args if isinstance(a, Tensor) and a.is_cuda)
     kernel = _kernel(name, tuple(sorted(defines.items())), shared, device_index)
     config = core.LaunchConfig(
         grid=grid,
@@ -95,9 +103,6 @@ def launch(
         shmem_size=shared,
         programmatic_stream_serialization=overlap,
     )
-    converted = [
-        a.data_ptr() if isinstance(a, Tensor) else c_float(a) if isinstance(a, float) else c_int(a)
-        for a in args
-    ]
+    converted = [_converted(a) for a in args]
     stream = _device(device_index).create_stream(_Stream(torch.cuda.current_stream(device_index)))
     core.launch(stream, config, kernel, *converted)

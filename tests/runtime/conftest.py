@@ -8,6 +8,9 @@ from kit import DATA, KIMI_MINI
 from safetensors.torch import load_file
 
 from kconvert.convert import convert
+from kconvert.runtime.backends import device
+
+_NO_GPU = device._no_gpu
 
 torch.set_num_threads(1)  # small tensors: threads that wait for one another cost more than they do
 
@@ -19,6 +22,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)  # before any fixture opens an engine
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """A test without the mark is of the CPU, also where there is a GPU."""
+    if torch.cuda.is_available():
+        on_cpu = item.get_closest_marker("gpu") is None
+        device._no_gpu = (lambda: "this test is of the CPU") if on_cpu else _NO_GPU
 
 
 @pytest.fixture(scope="session")

@@ -48,6 +48,12 @@ def test_generate_and_check(folder: Path, kconvert) -> None:
     ]
 
 
+def test_on_a_gpu_that_is_not_here(folder: Path, kconvert) -> None:
+    outcome = kconvert("smoke-generate", folder, "--tokens", "1", "--device", "cuda")
+    assert outcome.code == 3
+    assert outcome.err.count("\n") == 1 and "run it with --device cpu" in outcome.err
+
+
 def test_a_difference_is_found(folder: Path, kconvert, monkeypatch) -> None:
     """One flipped bit of one logit, another token, an early end."""
     truth = Engine.open(folder).generate([1, 2, 3], 6, keep_logits=True)

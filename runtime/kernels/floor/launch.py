@@ -14,6 +14,11 @@ def _sink(index: int) -> Tensor:
     return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
 
 
+@cache
+def _first(index: int) -> Tensor:
+    return torch.zeros(1, dtype=torch.int32, device=f"cuda:{index}")
+
+
 def read_experts(layer: MoeWeights, chosen: Tensor) -> None:
     """Only read the weights and scales of the experts in chosen int32 [C]: w13, then w2.
 
@@ -30,3 +35,12 @@ def read_experts(layer: MoeWeights, chosen: Tensor) -> None:
         ]
         args = (*pieces, chosen, len(chosen), _sink(chosen.device.index))
         launch("floor/read", {}, (sms * 4,), 512, args, overlap=False)
+
+
+def read_matrix(matrix: Tensor) -> None:
+    """Only read a matrix, in one launch. Raises ValueError where it is no multiple of 16 KiB."""
+    index, size = matrix.device.index, matrix.numel() * matrix.element_size()
+    if size % 16384:
+        raise ValueError(f"{size} bytes are not a multiple of 16384")
+    args = (matrix, size // 16384, matrix, 0, _first(index), 1, _sink(index))
+    launch("floor/read", {}, (gpu(index).sms * 4,), 512, args, overlap=False)

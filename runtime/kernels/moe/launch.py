@@ -66,11 +66,18 @@ def router(logits: Tensor, bias: Tensor, top_k: int, factor: float) -> tuple[Ten
     return ids, weights
 
 
-def router_into(logits: Tensor, bias: Tensor, factor: float, ids: Tensor, weights: Tensor) -> None:
-    """router, into ids and weights [M, top_k]."""
+def router_into(
+    logits: Tensor,
+    bias: Tensor,
+    factor: float,
+    ids: Tensor,
+    weights: Tensor,
+    counts: Tensor | None = None,
+) -> None:
+    """router, into ids and weights [M, top_k]; a token whose counts int32 [M] is 0 gets −1."""
     tokens, experts = logits.shape
     defines = {"EXPERTS": experts, "TOP_K": ids.shape[1]}
-    args = (logits, bias, tokens, factor, ids, weights)
+    args = (logits, bias, counts, tokens, factor, ids, weights)
     launch("moe/router", defines, ((tokens + 3) // 4,), 128, args)
 
 
@@ -90,15 +97,17 @@ def experts(
     shape: MoeShape,
     work: MoeWorkspace,
     out: Tensor,
+    shared: Tensor | None = None,
 ) -> None:
-    """Both GEMMs and the sum over slots, after ``align``: x bf16 [M, K] -> out float32 [M, K].
+    """Both GEMMs and the sum over slots, then ``shared`` float32 [M, K], after ``align``: x bf16
+    [M, K] -> out float32 [M, K].
 
     A row of out depends on that row of x, ids and weights alone, bit for bit.
     """
     plan = moe_schedule(shape, x.shape[0], x.device)
     w13(x, layer, shape, plan, work)
     w2(weights, layer, shape, plan, work)
-    combine(ids, shape, work, out)
+    combine(ids, shape, work, out, shared)
 
 
 def gemm_kernels(shape: MoeShape, plan: Schedule) -> list[tuple[str, dict[str, int], int, int]]:
@@ -158,14 +167,16 @@ def w2(
     launch(file, defines, (plan.blocks_w2,), threads, args, shared=shared)
 
 
-def combine(ids: Tensor, shape: MoeShape, work: MoeWorkspace, out: Tensor) -> None:
-    """work.y -> out float32 [M, K]: the sum over each token's slots, in slot order."""
+def combine(
+    ids: Tensor, shape: MoeShape, work: MoeWorkspace, out: Tensor, shared: Tensor | None = None
+) -> None:
+    """work.y -> out float32 [M, K]: the sum over each token's slots, in slot order, + shared."""
     launch(
         "moe/combine",
         {"HIDDEN": shape.hidden, "TOP_K": shape.top_k},
         (out.shape[0], -(-shape.hidden // 1024)),
         128,
-        (work.y, ids, out, shape.first_expert, shape.experts),
+        (work.y, ids, shared, out, shape.first_expert, shape.experts),
     )
 
 

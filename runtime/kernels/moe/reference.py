@@ -1,11 +1,6 @@
 """The MoE operations in plain torch: the reference for every CUDA kernel, on any device.
 
-Rounding points, the same here and in the kernels:
-  weight      (nibble - 8) * scale, rounded to bf16
-  gate, up    fp32 sums of bf16 products
-  act         SiLU(gate) * up in fp32, rounded to bf16
-  y           router weight * fp32 sum of bf16 products, rounded to bf16, one row a (token, slot)
-  out         fp32 sum of y over the token's slots, in slot order
+It rounds where NOTES.md says.
 """
 
 import torch

@@ -5,11 +5,12 @@
 constexpr int kLanes = (EXPERTS + 31) / 32;
 
 // logits fp32 [tokens, EXPERTS], bias fp32 [EXPERTS]
+// counts int32 [tokens] or null: a token with count 0 is none, its experts are -1
 // ids    int32 [tokens, TOP_K], weights fp32 [tokens, TOP_K], best first
 // grid   ceil(tokens / 4) blocks of 128 threads
 extern "C" __global__ void __launch_bounds__(128)
-    moe_router(const float* logits, const float* bias, int tokens, float factor, int* ids,
-               float* weights) {
+    moe_router(const float* logits, const float* bias, const int* counts, int tokens, float factor,
+               int* ids, float* weights) {
   wait_for_previous();
   let_next_start();
   const int token = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
@@ -48,7 +49,7 @@ extern "C" __global__ void __launch_bounds__(128)
 #pragma unroll
   for (int k = 0; k < TOP_K; ++k)
     if (lane == k) {
-      ids[token * TOP_K + k] = expert[k];
+      ids[token * TOP_K + k] = counts && counts[token] == 0 ? -1 : expert[k];
       weights[token * TOP_K + k] = chosen[k] * scale;
     }
 }

@@ -18,8 +18,9 @@ from kconvert.convert.cli import common, main
 from kconvert.convert.doctor import diagnose
 from kconvert.convert.synth.presets import PRESETS
 from kconvert.layouts.registry import NAMES
+from kconvert.runtime.backends.device import DEVICES
+from kconvert.runtime.backends.protocol import DTYPES
 from kconvert.runtime.engine import MODES
-from kconvert.runtime.model import DTYPES
 
 
 def test_convert_says_what_it_did(tmp_path: Path, kconvert) -> None:
@@ -136,7 +137,7 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
     text = "".join(kconvert(command, "--help").out for command in commands)
     for choices in ("<marlin|w4a16>", "<k2.6|kimi-mini>", "<ar|chain|ddtree>", "float32|bfloat16"):
         assert choices in text
-    assert "/ --no-" not in text and "--no-chain-seed" in text
+    assert "/ --no-" not in text and "--chain-seed" in text
     assert "--version" in (first := kconvert("--help").out) and "--show-completion" in first
 
 
@@ -145,7 +146,8 @@ def test_choices_are_what_there_is() -> None:
     assert get_args(main.LayoutName) == NAMES
     assert get_args(main.Preset) == tuple(PRESETS)
     assert get_args(main.Mode) == MODES
-    assert get_args(common.Dtype) == DTYPES
+    assert get_args(common.DtypeName) == DTYPES
+    assert get_args(common.DeviceName) == DEVICES
 
 
 def test_doctor_with_problems_exits_1(kconvert, monkeypatch) -> None:

@@ -12,7 +12,7 @@ def conversion(nbytes: int, busy: float) -> str:
         "output": "out", "files_written": 1, "bytes_written": nbytes, "files_kept": 0, "repo": None,
         "commit": None, "share": None, "complete": True, "seconds": 10.0, "ignored": [],
         "warnings": [], "verified": True,
-        "replaced": {}, "trusted": [], "left_out": [],
+        "replaced": {}, "trusted": [], "foreign": [], "left_out": [],
         "stages": {"write": {"nbytes": nbytes, "busy": busy}},
     }  # fmt: skip
     return text.conversion_text(table).splitlines()[-1]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from kconvert.convert.cli import text
+from kconvert.convert.cli import bench_text
 from kconvert.runtime.bench import moe as bench_moe
 from kconvert.runtime.bench import peers as bench_peers
 from kconvert.runtime.kernels.moe import launch, reference
@@ -292,7 +292,7 @@ def test_rows_of_peers_stand_beside_kconverts(install, monkeypatch):
     assert [row["backend"] for row in found] == ["kconvert", "vllm", "humming"]
     assert said == [] and {row["us"] for row in found} == {11.0}
     assert {row["floor_us"] for row in found} == {found[0]["floor_us"]}
-    lines = text.bench_moe_text({"card": "X", "date": "D", "rows": found}).splitlines()
+    lines = bench_text.moe_text({"card": "X", "date": "D", "rows": found}).splitlines()
     assert len(lines) == 5
     assert "vllm: alignment, both GEMMs" in lines[3] and "humming: both GEMMs only" in lines[4]
     assert bench_peers.memory_needed(install.found, shape, 2) > 6 * 8 * shape.expert_bytes

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kconvert.runtime.drafting.budget import CostCurve, Pauses, rates
+from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses, rates
 
 
 def best(probabilities, curve: CostCurve, draft_seconds: float) -> int:
@@ -136,3 +136,19 @@ def test_drafting_pauses_while_it_does_not_pay() -> None:
 
     assert [rounds_after(pays) for pays in (False, False, False, True, False)] == [1, 2, 4, 0, 1]
     assert [rounds_after(False) for _ in range(20)][-1] == Pauses.LONGEST
+
+
+def test_a_promise_is_corrected_by_what_was_accepted() -> None:
+    """The drafter of T = 0.8 in the issue: 0.79 tokens promised a round, 0.46 accepted."""
+    calibration = Calibration()
+    assert calibration.kept == 1
+    for accepted in ([0, 1, 0, 1, 0, 1, 0, 1, 0, 1, 0] * 20)[:200]:
+        calibration.verified(0.79, accepted)
+    assert calibration.kept == pytest.approx(0.46 / 0.79, abs=0.08)
+    # 1.79 tokens for 1.6 forwards' time looks like a gain, 1.46 is a loss.
+    curve = CostCurve((1, 2), (1.0, 1.3))
+    assert rates([0.79], curve, 0.3).max() > 1
+    assert rates([0.79], curve, 0.3, calibration.kept).max() < 1
+    for _ in range(600):
+        calibration.verified(0.0, 0)
+    assert calibration.kept == pytest.approx(1, abs=1e-3)  # what is not tried is forgotten

@@ -39,7 +39,7 @@ def assert_golden(case: dict, tree: Tree) -> None:
     assert tree.token_ids.tolist() == golden(case, "token_ids")[:count].tolist()
     assert tree.depths.tolist() == golden(case, "depths")[:count].tolist()
     assert tree.parents.tolist() == golden(case, "parents")[: count + 1].tolist()
-    step = drafted(0, tree, case["start"])
+    step = drafted(0, tree, case["start"], 64)
     positions = golden(case, "positions")[: count + 1]
     assert step.positions.tolist() == positions.tolist()
     for row, visible in enumerate(golden(case, "visibility")[: count + 1, : count + 1]):
@@ -53,7 +53,7 @@ def golden_top_k(case: dict) -> tuple[np.ndarray, np.ndarray]:
 
 @every_case
 def test_tree_from_top_k_is_the_references(case: dict) -> None:
-    tree = build_tree(*golden_top_k(case), case["B"], chain_seed=False)
+    tree = build_tree(*golden_top_k(case), case["B"])
     assert_golden(case, tree)
     assert tree.path_logprobs.tolist() == golden(case, "path_logprobs")[: len(tree)].tolist()
 
@@ -70,7 +70,7 @@ def test_tree_from_logits_is_the_references(case: dict) -> None:
     np.testing.assert_allclose(
         logprobs[possible], golden(case, "topk_logprobs")[possible], rtol=1e-6, atol=1e-6
     )
-    assert_golden(case, build_tree(ids, logprobs, case["B"], chain_seed=False))
+    assert_golden(case, build_tree(ids, logprobs, case["B"]))
 
 
 @every_case
@@ -84,7 +84,7 @@ def test_top_k_takes_the_most_probable_and_ties_by_the_lowest_id(case: dict) -> 
 
 @every_case
 def test_walks_are_the_references(case: dict) -> None:
-    tree = build_tree(*golden_top_k(case), case["B"], chain_seed=False)
+    tree = build_tree(*golden_top_k(case), case["B"])
     for path in case["walks"]:
         choices = path["posterior"][: len(tree) + 1]
         # A node of probability zero, which the reference has and we have not, ends our walk.
@@ -141,7 +141,7 @@ def paths_of(tree: Tree, ids: np.ndarray) -> list[tuple[int, ...]]:
 @given(marginals(), st.integers(0, 40))
 def test_tree_is_the_best_of_its_size(marginal, budget: int) -> None:
     ids, logprobs = marginal
-    tree = build_tree(ids, logprobs, budget, chain_seed=False)
+    tree = build_tree(ids, logprobs, budget)
     expected = every_path(logprobs)[:budget]
     assert paths_of(tree, ids) == [ranks for _, ranks in expected]
     assert tree.path_logprobs.tolist() == [-cost for cost, _ in expected]
@@ -151,7 +151,7 @@ def test_tree_is_the_best_of_its_size(marginal, budget: int) -> None:
 @given(marginals(), st.integers(0, 40))
 def test_seeded_tree_is_the_chain_and_then_the_best_of_the_rest(marginal, budget: int) -> None:
     ids, logprobs = marginal
-    tree = build_tree(ids, logprobs, budget)
+    tree = build_tree(ids, logprobs, budget, chain_seed=True)
     paths = every_path(logprobs)
     is_chain = [set(ranks) == {0} for _, ranks in paths]
     spine = [path for path, seeded in zip(paths, is_chain, strict=True) if seeded]
@@ -177,7 +177,8 @@ def test_seed_ends_where_the_chain_does() -> None:
     impossible = float("-inf")
     logprobs = np.array([[0, 0], [-1, -1], [impossible] * 2, [0, 0]], np.float32)
     ids = np.tile(np.arange(2), (4, 1))
-    assert paths_of(build_tree(ids, logprobs, 4), ids) == [(0,), (0, 0), (1,), (0, 1)]
+    tree = build_tree(ids, logprobs, 4, chain_seed=True)
+    assert paths_of(tree, ids) == [(0,), (0, 0), (1,), (0, 1)]
 
 
 @settings(deadline=None)
@@ -190,7 +191,7 @@ def test_chain_is_the_seed_alone(marginal, budget: int) -> None:
     assert tree.token_ids.tolist() == ids[: len(tree), 0].tolist()
     assert tree.depths.tolist() == list(range(1, len(tree) + 1))
     assert tree.parents.tolist() == list(range(-1, len(tree)))
-    seeded = build_tree(ids, logprobs, budget)
+    seeded = build_tree(ids, logprobs, budget, chain_seed=True)
     assert seeded.token_ids[: len(tree)].tolist() == tree.token_ids.tolist()
     assert seeded.path_logprobs[: len(tree)].tolist() == tree.path_logprobs.tolist()
 

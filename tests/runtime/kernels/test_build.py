@@ -10,6 +10,8 @@ pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
 
 from kconvert.runtime.bench.moe import SHAPES
 from kconvert.runtime.kernels import nvrtc
+from kconvert.runtime.kernels.attention.launch import AttentionShape
+from kconvert.runtime.kernels.linear.launch import kernel as linear_kernel
 from kconvert.runtime.kernels.moe.launch import gemm_kernels
 from kconvert.runtime.kernels.moe.shape import Gpu, schedule
 
@@ -18,13 +20,27 @@ GPUS = {
     "sm_100a": (Gpu("sm_100a", 228 * 1024, 148), 232_448),
     "sm_120a": (Gpu("sm_120a", 100 * 1024, 188), 101_376),
 }
+K26_TP8 = AttentionShape(heads=8, q_lora=1536, kv_lora=512, nope=128, rope=64, value=128)
 SMALL = {
     "moe/align": {"EXPERTS": 384},
     "moe/router": {"EXPERTS": 384, "TOP_K": 8},
     "moe/combine": {"HIDDEN": 7168, "TOP_K": 8},
+    "rows/add_norm": {"SIZE": 7168},
+    "rows/embed": {},
+    "rows/silu_mul": {},
+    "tree/top_k": {},
+    "tree/grow": {"LEVELS": 7, "CHUNKS": 40},
+    "tree/pick": {},
+    "tree/walk": {},
+    "tree/compact": {},
+    "tree/gather": {},
+    "drafter/heads": {"Q_HEADS": 64, "KV_HEADS": 8, "DIM": 128},
+    "drafter/attend": {
+        "Q_HEADS": 64, "KV_HEADS": 8, "DIM": 128, "BLOCK": 8, "WINDOW": 2048, "CAUSAL": 0,
+    },
     "w4a16/rows": {},
     "floor/read": {},
-}
+} | {f"attention/{name}": macros for name, macros in K26_TP8.macros.items()}  # fmt: skip
 # (kernel, rows a block) -> registers at most on sm_90a, sm_100a, sm_120a; 0 where it is not used
 REGISTERS = {
     ("moe/align", 0): (30, 44, 44),
@@ -32,6 +48,22 @@ REGISTERS = {
     ("moe/combine", 0): (47, 48, 48),
     ("w4a16/rows", 0): (31, 32, 36),
     ("floor/read", 0): (29, 28, 32),
+    ("rows/add_norm", 0): (64, 60, 64),
+    ("rows/embed", 0): (30, 30, 34),
+    ("rows/silu_mul", 0): (29, 28, 29),
+    ("attention/store", 0): (32, 30, 28),
+    ("attention/queries", 0): (56, 72, 72),
+    ("attention/attend", 0): (95, 102, 102),
+    ("attention/merge", 0): (32, 31, 40),
+    ("attention/expand", 0): (32, 32, 37),
+    ("tree/top_k", 0): (40, 32, 38),
+    ("tree/grow", 0): (53, 54, 56),
+    ("tree/pick", 0): (42, 46, 44),
+    ("tree/walk", 0): (40, 32, 40),
+    ("tree/compact", 0): (26, 30, 32),
+    ("tree/gather", 0): (32, 28, 26),
+    ("drafter/heads", 0): (26, 28, 30),
+    ("drafter/attend", 0): (36, 34, 44),
     ("moe/w13", 8): (96, 128, 128),
     ("moe/w2", 8): (99, 99, 99),
     ("moe/w13_wide", 16): (0, 106, 102),
@@ -73,7 +105,26 @@ def test_small_kernels(kernel, arch):
     found = nvrtc.resources(kernel, arch, SMALL[kernel])
     assert found.spills == found.stack == 0
     assert found.registers <= REGISTERS[kernel, 0][list(GPUS).index(arch)]
-    assert found.static_shared <= 8192
+    assert found.static_shared <= 49_152
+
+
+# rows -> registers of a linear product [2112, 7168] on each GPU
+LINEAR = {1: (64, 56, 56), 16: (80, 62, 62), 33: (134, 124, 126), 65: (246, 134, 126)}
+
+
+@pytest.mark.parametrize("arch", GPUS)
+@pytest.mark.parametrize("rows", LINEAR)
+def test_linear(rows, arch):
+    gpu, limit = GPUS[arch]
+    defines, shared = linear_kernel(2112, 7168, rows, gpu)
+    found = nvrtc.resources("linear/linear", arch, defines)
+    assert found.spills == found.stack == 0
+    assert found.registers <= LINEAR[rows][list(GPUS).index(arch)]
+    assert shared + found.static_shared <= limit
+
+
+def test_attention_fits_the_smallest_gpu():
+    assert K26_TP8.shared <= 101_376
 
 
 @pytest.mark.parametrize("arch", GPUS)

@@ -1,0 +1,181 @@
+"""What `kconvert bench …` measured, as tables."""
+
+from typing import Any
+
+from kconvert.convert.cli.text import size
+
+
+def repack_text(table: dict[str, Any]) -> str:
+    """`bench repack` as a table."""
+    lines = [
+        _machine(table),
+        "slice   repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
+    ]
+    for row in table["rows"]:
+        cores = "  ".join(
+            f"{count}: {entry['repack_speedup']:.2f} ({entry['copy_speedup']:.2f})"
+            for count, entry in row["on_cores"].items()
+        )
+        lines.append(
+            f"{row['slice']:<7} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
+            f" {row['ratio_to_copy']:>15.2f}   {cores}"
+        )
+    return "\n".join(lines)
+
+
+def convert_text(table: dict[str, Any]) -> str:
+    """`bench convert` as tables: the raw rates, then each case beside its copies."""
+    lines = [_machine(table), "raw, blocks of 8 MiB    in flight   write GB/s   read GB/s"]
+    for name, raw in table["raw"].items():
+        how = "" if raw["direct"] else ", through the page cache"
+        for row in raw["rows"]:
+            lines.append(
+                f"{name + how:<23} {row['in_flight']:>9} {row['write_gbps']:>12.2f}"
+                f" {row['read_gbps']:>11.2f}"
+            )
+    lines.append(
+        "case                 GB  plan s  convert s   GB/s   cp s  O_DIRECT s  / better"
+        "  core-s/GB  memory GiB"
+    )
+    for row in table["rows"]:
+        copies = (
+            f" {row['copy_seconds']:>6.2f} {row['direct_copy_seconds']:>11.2f}"
+            f" {row['ratio_to_copy']:>9.2f}"
+            if "copy_seconds" in row
+            else f" {'–':>6} {'–':>11} {'–':>9}"
+        )
+        lines.append(
+            f"{row['case']:<18} {row['source_bytes'] / 1e9:>4.1f} {row['plan_seconds']:>7.2f}"
+            f" {row['convert_seconds']:>10.2f} {row['gbps']:>6.2f}{copies}"
+            f" {row['core_seconds_per_gb']:>10.2f} {row['peak_private_bytes'] / 2**30:>11.2f}"
+        )
+    lines.append("where the workers' time went")
+    for row in table["rows"]:
+        spent = row["workers_time"]
+        waiting = max(0.0, 1 - sum(spent.values()))
+        parts = ", ".join(f"{name} {share:.0%}" for name, share in spent.items())
+        lines.append(f"{row['case']:<18} {row['workers']} workers: {parts}, nothing {waiting:.0%}")
+    return "\n".join(lines)
+
+
+def moe_text(table: dict[str, Any]) -> str:
+    """`bench moe` as a table: microseconds, and the floor of only reading the weights."""
+    lines = [
+        f"{table['card']}, {table['date']}",
+        "shape      M  experts       µs    TB/s  floor µs  align µs  router µs",
+    ]
+    for row in table["rows"]:
+        lines.append(
+            f"{row['shape']:<5} {row['M']:>6} {row['experts']:>8.0f} {row['us']:>8.1f}"
+            f" {row['tbps']:>7.2f} {row['floor_us']:>9.1f}"
+            + (
+                f" {row['align_us']:>9.1f} {row['router_us']:>10.1f}"
+                if row["backend"] == "kconvert"
+                else f"  {row['backend']}: {row['inside']}"
+            )
+        )
+    return "\n".join(lines)
+
+
+def linear_text(table: dict[str, Any]) -> str:
+    """`bench linear` as a table: microseconds, and the floor of only reading the weight."""
+    lines = [
+        f"{table['card']}, {table['date']}",
+        "product                   N      K    M       µs  floor µs  × floor",
+    ]
+    lines += [
+        f"{row['product']:<16} {row['N']:>10} {row['K']:>6} {row['M']:>4} {row['us']:>8.1f}"
+        f" {row['floor_us']:>9.1f} {row['over_floor']:>8.2f}"
+        for row in table["rows"]
+    ]
+    return "\n".join(lines)
+
+
+def exchange_text(table: dict[str, Any]) -> str:
+    """`bench exchange` as a table: a line a way, a column a number of rows."""
+    rows = sorted({row["M"] for row in table["rows"]})
+    us = {(row["way"], row["M"]): row["us"] for row in table["rows"]}
+    same = all(row["same_bits"] for row in table["rows"])
+    lines = [
+        f"{table['ranks']} × {table['card']}, {table['date']}, µs of an exchange of"
+        f" [M, {table['hidden']}], float32; ours {'has' if same else 'DOES NOT HAVE'} NCCL's bits",
+        f"{'M':<36}" + "".join(f"{m:>8}" for m in rows),
+    ]
+    for way in dict.fromkeys(row["way"] for row in table["rows"]):
+        lines.append(f"{way:<36}" + "".join(f"{us[way, m]:>8.1f}" for m in rows))
+    return "\n".join(lines)
+
+
+def decode_text(table: dict[str, Any]) -> str:
+    """`bench decode` as a table."""
+    lines = [
+        f"{table['prompts']} prompts × {table['new_tokens']} tokens, {table['dtype']},"
+        f" tp {table['tp']}",
+        "mode    budget  tokens/s   × ar  forwards  fewer by  committed"
+        "  draft  tree  verify  walk  host",
+    ]
+    if table.get("device") == "cuda":
+        return _gpu_decode_text(table, lines[0])
+    for row in table["rows"]:
+        share = row["share"]
+        lines.append(
+            f"{row['mode']:<7} {row['budget']:>6} {row['tokens_per_second']:>9.1f}"
+            f" {row['speedup']:>6.2f} {row['target_forwards']:>9} {row['forwards_saved']:>9.2f}"
+            f" {row['committed_per_forward']:>10.2f} {share.get('draft', 0):>6.0%}"
+            f" {share.get('tree', 0):>5.1%} {share.get('verify', 0):>7.0%}"
+            f" {share.get('walk', 0):>5.1%} {share.get('host', 0):>5.1%}"
+        )
+    return "\n".join(lines)
+
+
+def _gpu_decode_text(table: dict[str, Any], title: str) -> str:
+    """Microseconds: of a token, of a step, of its host's work, of the gap before the next step."""
+    lines = [
+        f"{title}, GPU memory taken {table['gpu_bytes'] / 1e9:.2f} GB",
+        "mode    budget  tokens/s   × ar  committed  µs/token  µs/step  host  between"
+        "  draft  tree  verify",
+    ]
+    for row in table["rows"]:
+        time = row["timeline"]
+        share = time["share"]
+        lines.append(
+            f"{row['mode']:<7} {row['budget']:>6} {row['tokens_per_second']:>9.0f}"
+            f" {row['speedup']:>6.2f} {row['committed_per_forward']:>10.2f}"
+            f" {1e6 / row['tokens_per_second']:>9.1f} {row['us_per_step']:>8.1f}"
+            f" {row['us_per_step'] * row['share'].get('host', 0):>5.1f} {time['between_us']:>8.1f}"
+            f" {share.get('draft', 0):>6.0%} {share.get('tree', 0):>5.0%}"
+            f" {share.get('verify', 0):>7.0%}"
+        )
+    return "\n".join(lines)
+
+
+def exact_text(table: dict[str, Any]) -> str:
+    """`bench exact` in a line, or a line a difference."""
+    tokens = sum(row["tokens"] for row in table["rows"])
+    if table["exact"]:
+        return (
+            f"exact at tp {table['tp']}: {tokens:,} tokens in {len(table['rows'])} configurations,"
+            f" {table['prompts']} prompts, every logit bit is ar's"
+        )
+    return "\n".join(
+        f"NOT EXACT: {row['layout']} {row['dtype']} T {row['temperature']} {row['mode']}"
+        f" {row['budget']}, prompt {prompt}: position {position}"
+        for row in table["rows"]
+        for prompt, position in row["differ"].items()
+    )
+
+
+def plan_text(table: dict[str, Any]) -> str:
+    """`bench plan` as a table."""
+    return "\n".join(
+        [
+            _machine(table),
+            f"plan of all K2.6     {table['plan_seconds']:.2f} s, {size(table['plan_peak_bytes'])}",
+            f"kconvert --help      {table['help_seconds']:.2f} s",
+        ]
+    )
+
+
+def _machine(table: dict[str, Any]) -> str:
+    machine = table["machine"]
+    return f"{machine['cpu']}, {machine['cores']} cores, {table['pairs']} pairs"

@@ -1,0 +1,56 @@
+"""Where a step's time goes on the GPU, by CUPTI's time stamps of every kernel in its graph."""
+
+import itertools
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from kconvert.runtime.engine import Engine
+
+_AFTER = {"tree_grow": "verify", "tree_compact": "context"}  # what begins behind a kernel
+
+
+def timeline(
+    engine: Engine, prompt: list[int], new_tokens: int, mode: str, budget: int | str
+) -> dict[str, Any]:
+    """Of the steps of one text, in microseconds: the median time from one step's last kernel to the
+    next one's first, a step's from first to last, its launches, the shares of its parts (draft,
+    verify, tree: top-k to compaction, context: the drafter's) and each kernel's time. A
+    kernel's time is from the end of the one before it to its own: they overlap."""
+    engine.generate(prompt, new_tokens, mode, budget)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        engine.generate(prompt, new_tokens, mode, budget)
+        torch.cuda.synchronize()
+    steps: dict[int, list[tuple[int, int, str]]] = defaultdict(list)
+    for event in profiler.profiler.kineto_results.events():
+        if event.device_type() == torch.autograd.DeviceType.CUDA:
+            begin = event.start_ns()
+            steps[event.correlation_id()].append((begin, begin + event.duration_ns(), event.name()))
+    graphs = sorted(sorted(events) for events in steps.values() if len(events) > 20)
+    if len(graphs) < 3:
+        return {"steps": len(graphs), "between_us": 0.0, "step_us": 0.0, "share": {}}
+    kernels: dict[str, float] = defaultdict(float)
+    parts: dict[str, float] = defaultdict(float)
+    for events in graphs:
+        last, phase = events[0][0], "draft"
+        for _, end, name in events:
+            took, last = max(0, end - last), max(last, end)
+            kernels[name[:40]] += took
+            parts["tree" if name.startswith("tree_") else phase] += took
+            phase = _AFTER.get(name, phase)
+    total = sum(kernels.values())
+    between = [b[0][0] - max(e for _, e, _ in a) for a, b in itertools.pairwise(graphs)]
+    length = [max(e for _, e, _ in g) - g[0][0] for g in graphs]
+    return {
+        "steps": len(graphs),
+        "between_us": float(np.median(between)) / 1e3,
+        "step_us": float(np.median(length)) / 1e3,
+        "launches": float(np.median([len(g) for g in graphs])),
+        "share": {name: took / total for name, took in sorted(parts.items())},
+        "kernels": {
+            name: round(took / 1e3 / len(graphs), 2)
+            for name, took in sorted(kernels.items(), key=lambda item: -item[1])
+        },
+    }

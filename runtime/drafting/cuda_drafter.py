@@ -1,0 +1,136 @@
+"""The DFlash drafter on a GPU: drafting/dflash.py's forward, without a number of the host."""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kconvert.layouts.errors import UnsupportedError
+from kconvert.runtime.backends.cuda import CudaBackend
+from kconvert.runtime.drafting.dflash import rope_frequencies, rope_tables
+from kconvert.runtime.drafting.dflash_config import DrafterConfig
+from kconvert.runtime.kernels.drafter.launch import HeadShape, attend, heads
+from kconvert.runtime.kernels.rows.launch import add_norm
+from kconvert.runtime.kernels.tree.launch import ACCEPTED, BEFORE, LEVELS, START, TOKEN
+from kconvert.runtime.model import Model
+
+_STEP = 64  # of K in kernels/linear
+
+
+class Layer(NamedTuple):
+    """A layer's weights; products of the same rows stacked."""
+
+    input_norm: Tensor
+    qkv: Tensor
+    kv: Tensor
+    head_norms: tuple[Tensor, Tensor]
+    output: Tensor
+    mlp_norm: Tensor
+    gate_up: Tensor
+    down: Tensor
+
+
+class CudaDrafter:
+    """Weights, and keys and values of the context, whose length the text's state holds."""
+
+    def __init__(self, config: DrafterConfig, weights: dict[str, Tensor], model: Model) -> None:
+        """`weights`: every tensor of `config.shapes()`, bf16. Raises UnsupportedError for sizes
+        that the kernels do not take."""
+        _check(config)
+        self.config, self._model = config, model
+        self._ops: CudaBackend = model.backend  # type: ignore[assignment]
+        self._device = self._ops.device
+
+        def get(*names: str) -> Tensor:
+            parts = [weights[f"{name}.weight"] for name in names]
+            return torch.cat(parts).to(self._device).contiguous()
+
+        self._fc, self._hidden_norm, self._norm = get("fc"), get("hidden_norm"), get("norm")
+        self._layers = []
+        for i in range(config.layers):
+            base, own = f"layers.{i}.", f"layers.{i}.self_attn."
+            qkv = get(*(f"{own}{name}_proj" for name in "qkv"))
+            self._layers.append(
+                Layer(
+                    input_norm=get(f"{base}input_layernorm"),
+                    qkv=qkv,
+                    kv=qkv[config.heads * config.head_dim :],
+                    head_norms=(get(f"{own}q_norm"), get(f"{own}k_norm")),
+                    output=get(f"{own}o_proj"),
+                    mlp_norm=get(f"{base}post_attention_layernorm"),
+                    gate_up=get(f"{base}mlp.gate_proj", f"{base}mlp.up_proj"),
+                    down=get(f"{base}mlp.down_proj"),
+                )
+            )
+        self._shape = HeadShape(config.heads, config.kv_heads, config.head_dim)
+        self._tokens = torch.full(
+            (config.block,), config.mask_token, dtype=torch.int32, device=self._device
+        )
+
+    def reserve(self, positions: int) -> None:
+        """Room for a context of so many positions."""
+        c, positions = self.config, positions + self.config.block
+        shape = positions, 2 * c.kv_heads, c.head_dim
+        self._caches = [
+            torch.zeros(shape, dtype=torch.bfloat16, device=self._device) for _ in self._layers
+        ]
+        factor = c.yarn.amplitude if c.yarn else 1.0
+        tables = rope_tables(rope_frequencies(c), torch.arange(positions), factor)
+        half = c.head_dim // 2
+        self._tables = tuple(t[:, :half].contiguous().to(self._device) for t in tables)
+
+    def extend(self, features: Tensor, base: Tensor, count: Tensor | None) -> None:
+        """Newly committed rows' features bf16 [T, F], of which the first `count` are there, from
+        position `base` on; both int32 on the device."""
+        ops, eps = self._ops, self.config.eps
+        _, context = add_norm(ops.linear(features, self._fc), None, self._hidden_norm, eps)
+        for layer, cache in zip(self._layers, self._caches, strict=True):
+            self._heads(ops.linear(context, layer.kv), base, count, layer, cache, only_keys=True)
+
+    def extend_accepted(self, features: Tensor, state: Tensor) -> None:
+        """The same for the rows that a step accepted."""
+        self.extend(features, state[BEFORE:], state[ACCEPTED:])
+
+    def draft(self, state: Tensor) -> Tensor:
+        """This rank's columns of float32 logits [block − 1, V / ranks] below the newest token."""
+        ops, c = self._ops, self.config
+        self._tokens[:1].copy_(state[TOKEN : TOKEN + 1])
+        start, sums = state[START:], None
+        x = ops.embed(self._model.weights.embedding, SimpleNamespace(tokens=self._tokens))
+        for i, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
+            x, h = add_norm(x, sums, layer.input_norm, c.eps)
+            # Behind the context, where the next `extend` writes: nothing of a block stays.
+            q = self._heads(ops.linear(h, layer.qkv), start, None, layer, cache)
+            values = attend(q, cache, start, c.windows[i], c.causal[i], self._shape)
+            x, h = add_norm(x, ops.sums(values, layer.output)[None], layer.mlp_norm, c.eps)
+            sums = ops.sums(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)[None]
+        _, h = add_norm(x, sums, self._norm, c.eps)
+        return self._model.head(h[1:])
+
+    def _heads(
+        self,
+        x: Tensor,
+        base: Tensor,
+        count: Tensor | None,
+        layer: Layer,
+        cache: Tensor,
+        only_keys: bool = False,
+    ) -> Tensor:
+        return heads(
+            x, base, count, layer.head_norms, self.config.eps, self._tables, cache, self._shape,
+            only_keys,
+        )  # fmt: skip
+
+
+def _check(config: DrafterConfig) -> None:
+    sizes = (config.hidden, config.features, config.heads * config.head_dim, config.intermediate)
+    if any(size % _STEP for size in sizes) or config.head_dim not in (32, 64, 128):
+        raise UnsupportedError(
+            f"the drafter's sizes {', '.join(map(str, sizes))} and head_dim {config.head_dim}: the"
+            f" GPU's kernels take multiples of {_STEP} and 32, 64 or 128; use --device cpu."
+        )
+    if config.block - 1 > LEVELS:
+        raise UnsupportedError(
+            f"the drafter has block_size {config.block}: on the GPU at most {LEVELS + 1}."
+        )

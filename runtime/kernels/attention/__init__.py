@@ -1,0 +1,1 @@
+"""MLA over the latent cache: norm, rotate and store; absorb; attend; expand."""

@@ -1,0 +1,52 @@
+"""The launches of the drafter's attention."""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from kconvert.runtime.kernels.gpu import launch
+
+
+class HeadShape(NamedTuple):
+    """Heads of queries, of keys and values, and their size."""
+
+    queries: int
+    keys: int
+    dim: int
+
+
+def heads(
+    x: Tensor,
+    base: Tensor,
+    count: Tensor | None,
+    norms: tuple[Tensor, Tensor],
+    epsilon: float,
+    tables: tuple[Tensor, Tensor],
+    cache: Tensor,
+    shape: HeadShape,
+    only_keys: bool = False,
+) -> Tensor:
+    """x bf16 [T, heads of queries (unless `only_keys`), keys and values] → queries bf16 [T, H,
+    dim]; keys and values into cache bf16 [capacity, 2 kv heads, dim], from position `base` on."""
+    own = 0 if only_keys else shape.queries
+    q = torch.empty(len(x), own, shape.dim, dtype=torch.bfloat16, device=x.device)
+    macros = {"Q_HEADS": own, "KV_HEADS": shape.keys, "DIM": shape.dim}
+    grid = len(x), -(-(own + 2 * shape.keys) // 4)
+    launch("drafter/heads", macros, grid, 128, (x, base, count, *norms, epsilon, *tables, q, cache))
+    return q
+
+
+def attend(
+    q: Tensor, cache: Tensor, length: Tensor, window: int | None, causal: bool, shape: HeadShape
+) -> Tensor:
+    """q bf16 [block, H, dim] over `length` context rows and the block → bf16 [block, H · dim]."""
+    block = len(q)
+    out = torch.empty(block, shape.queries * shape.dim, dtype=torch.bfloat16, device=q.device)
+    macros = {
+        "Q_HEADS": shape.queries, "KV_HEADS": shape.keys, "DIM": shape.dim, "BLOCK": block,
+        "WINDOW": window or 0, "CAUSAL": int(causal),
+    }  # fmt: skip
+    args = (q, cache, length, shape.dim**-0.5, out)
+    launch("drafter/attend", macros, (shape.queries, block), 128, args)
+    return out

@@ -1,0 +1,1 @@
+"""Row-wise operations without a product: embedding, residual and norm, SiLU."""

@@ -1,0 +1,1 @@
+"""Drafts and choices on the device, without a number of the host."""
