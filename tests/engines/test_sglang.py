@@ -75,4 +75,4 @@ def test_without_the_plugin_it_is_refused(serve, folders) -> None:
 
 def test_moved_experts_are_refused(serve, folders) -> None:
     run = serve(folders.converted("plain", "marlin"), ep_num_redundant_experts=8)
-    assert run.result is None
+    assert_refused(run, "--ep-num-redundant-experts does not work")
