@@ -17,7 +17,7 @@ constexpr int kEach = (SIZE / 8 + kThreads - 1) / kThreads;  // groups of 8 valu
 // peers   null, or each rank's memory, exchange.cuh, for `most` rows;  epochs u32 [most]
 // weight  bf16 [SIZE];  total, normed bf16 [rows, SIZE], total null where ranks is 0
 // grid rows x 256
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     rows_add_norm(const u16* x, const float* sums, int ranks, const u16* weight, float epsilon,
                   u16* total, u16* normed, const u64* peers, int rank, int most, u32* epochs) {
   let_next_start();

@@ -44,7 +44,7 @@ def twin_results(config, dtype: str, wide: torch.dtype, given: Inputs) -> dict[s
 def test_operations_agree_with_their_twins_and_with_float64(model: str, dtype: str) -> None:
     config = read_config(MODELS[model])
     bounds = (2e-6, 2e-6) if dtype == "float32" else (2e-3, 6e-3)
-    for start in STARTS:
+    for start in STARTS[::2] if dtype == "float32" else STARTS[1::2]:
         for tree in (TREE, 1, 40):
             found = cpu_results(config, dtype, Inputs(config, start, tree))
             twins = twin_results(config, dtype, torch.float32, Inputs(config, start, tree))

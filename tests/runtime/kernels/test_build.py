@@ -48,7 +48,7 @@ REGISTERS = {
     ("moe/combine", 0): (47, 48, 48),
     ("w4a16/rows", 0): (31, 32, 36),
     ("floor/read", 0): (29, 28, 32),
-    ("rows/add_norm", 0): (64, 60, 64),
+    ("rows/add_norm", 0): (72, 80, 80),
     ("rows/embed", 0): (30, 30, 34),
     ("rows/silu_mul", 0): (29, 28, 29),
     ("attention/store", 0): (32, 30, 28),
