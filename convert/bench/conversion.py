@@ -50,6 +50,7 @@ def bench_convert(folder: Path, pairs: int = 5) -> dict[str, Any]:
     Works in new folders under `folder`, which needs 25 GB for the while, and in /dev/shm; they are
     deleted. Planning is timed apart. Peak private memory is of this process, which is the only one.
     """
+    folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kconvert-bench-", dir=folder) as work:
         raw = {"disk": raw_rates(Path(work), _RAW_BYTES)}
     rows = []
