@@ -70,7 +70,7 @@ def test_commands_refuse_by_name(mini: Path, tmp_path: Path, kconvert) -> None:
     [
         ({"n_shared_experts": None}, "mlp.shared_experts.down_proj.weight is not implied"),
         ({"n_shared_experts": 2}, "mlp.shared_experts.gate_proj.weight"),
-        ({"first_k_dense_replace": 0}, ""),
+        ({"first_k_dense_replace": 0}, "layer-00000 has 0 routed experts"),
         ({"q_lora_rank": None}, "self_attn.q_proj.weight"),
         ({"num_attention_heads": 8}, "self_attn.kv_b_proj.weight"),
         ({"vocab_size": 513}, "embed_tokens.weight"),
