@@ -1,10 +1,9 @@
 """Who does the tasks: threads of this process, or processes of their own.
 
 Python lets one thread at a time hold the interpreter, and an expert's task lets go of it and takes
-it back some 150 times: reads, packs, digests, writes. Where several threads do that they wait for
-one another more than they work: on 16 cores of a Xeon one thread converted 4.7 GB/s, four 3.5,
-sixteen 4.0 (tmpfs to tmpfs). So a large conversion is done by forked processes. They share the
-plan's memory, open the files by their names, and send back digests; they publish nothing.
+it back some 150 times: reads, packs, digests, writes. Threads that do that wait for one another: on
+16 cores sixteen were no quicker than one. So a large conversion is done by forked processes. They
+share the plan's memory, open the files by their names, and send back digests; they publish nothing.
 """
 
 import gc

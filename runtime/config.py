@@ -1,4 +1,4 @@
-"""ModelConfig: the sizes and constants of K2.6's text model (DeepSeek-V3 MLA + MoE)."""
+"""ModelConfig: what config.json says of the forward pass (DeepSeek-V3 MLA + MoE)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from typing import Any
 
 from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-from kconvert.layouts.families.deepseek_v3 import read_sizes, unknown_config_keys
+from kconvert.layouts.families.deepseek_v3 import Sizes, read_sizes, unknown_config_keys
 from kconvert.layouts.fields import CONFIG_NAME, flag, positive, real, text_config
 from kconvert.runtime.rope import Yarn, mscale
 
@@ -15,32 +15,17 @@ GENERATION_NAME = "generation_config.json"
 
 
 @dataclass(frozen=True)
-class ModelConfig:
-    """From config.json; names are the field's. Sizes count elements."""
+class ModelConfig(Sizes):
+    """The sizes in config.json and what else the forward pass needs; names are the field's."""
 
-    hidden: int
-    layers: int
-    first_moe: int  # layers below have a dense MLP
-    vocabulary: int
     positions: int
-    heads: int
-    q_lora: int  # 0: q_proj instead of q_a, q_b
-    kv_lora: int
-    nope_dim: int
-    rope_dim: int
-    value_dim: int
-    dense_intermediate: int
-    moe_intermediate: int
-    experts: int
     top_k: int
-    shared_experts: int
     routed_scale: float
     norm_topk: bool
     norm_eps: float
     rope_theta: float
     yarn: Yarn | None
     softmax_scale: float
-    tied_head: bool
     stop_tokens: frozenset[int]
 
 
@@ -74,29 +59,15 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig
     if top_k > sizes.experts:
         raise CheckpointError(f"{CONFIG_NAME}: {top_k} experts a token of {sizes.experts}.")
     return ModelConfig(
-        hidden=sizes.hidden,
-        layers=sizes.layers,
-        first_moe=sizes.first_moe,
-        vocabulary=sizes.vocabulary,
+        **vars(sizes),
         positions=positive(config, "max_position_embeddings"),
-        heads=sizes.heads,
-        q_lora=sizes.q_lora,
-        kv_lora=sizes.kv_lora,
-        nope_dim=sizes.nope_dim,
-        rope_dim=sizes.rope_dim,
-        value_dim=sizes.value_dim,
-        dense_intermediate=sizes.dense_intermediate,
-        moe_intermediate=sizes.moe_intermediate,
-        experts=sizes.experts,
         top_k=top_k,
-        shared_experts=sizes.shared_experts,
         routed_scale=real(config, "routed_scaling_factor"),
         norm_topk=flag(config, "norm_topk_prob", True),
         norm_eps=real(config, "rms_norm_eps"),
         rope_theta=real(rope, "rope_theta", least=1.01),
         yarn=yarn,
         softmax_scale=(sizes.nope_dim + sizes.rope_dim) ** -0.5 * sharpening,
-        tied_head=sizes.tied_head,
         stop_tokens=_stop_tokens(folder, whole, config),
     )
 

@@ -1,7 +1,7 @@
 """`kconvert bench …`: what this machine does, each a table or one JSON object."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -15,7 +15,15 @@ from kconvert.convert.cli.common import (
     to_stderr,
 )
 
+Save = Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")]
 bench = typer.Typer(help="Measure what this machine does.", no_args_is_help=True)
+
+
+def _keep(result: dict[str, Any], path: Path | None) -> None:
+    from kconvert.runtime.bench.result import save
+
+    if path is not None:
+        save(result, path)
 
 
 @bench.command("repack")
@@ -56,7 +64,7 @@ def bench_convert(
 @explained
 def bench_moe(
     shapes: Annotated[str, typer.Option(help="Of tp8, tp2, ep8.")] = "tp8,tp2,ep8",
-    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    save: Save = None,
     seed: Annotated[int, typer.Option(help="Of weights and routing.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
@@ -69,31 +77,29 @@ def bench_moe(
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(moe.SHAPES)}")
     result = moe.bench_moe(names, seed=seed, report=to_stderr)
-    if save is not None:
-        moe.save(result, save)
+    _keep(result, save)
     show(result, as_json, bench_text.moe_text, quiet=False)
 
 
 @bench.command("linear")
 @explained
 def bench_linear(
-    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    save: Save = None,
     as_json: Json = False,
 ) -> None:
     """Every bf16 product of a K2.6 TP8 rank on this GPU, against only reading its weight."""
     from kconvert.convert.cli import bench_text
-    from kconvert.runtime.bench import linear, moe
+    from kconvert.runtime.bench import linear
 
     result = linear.bench_linear(report=to_stderr)
-    if save is not None:
-        moe.save(result, save)
+    _keep(result, save)
     show(result, as_json, bench_text.linear_text, quiet=False)
 
 
 @bench.command("exchange")
 @explained
 def bench_exchange(
-    save: Annotated[Path | None, typer.Option(help="Also write the JSON to this file.")] = None,
+    save: Save = None,
     as_json: Json = False,
 ) -> None:
     """One exchange of partial sums between ranks on GPUs, beside NCCL's and torch's.
@@ -101,13 +107,12 @@ def bench_exchange(
     torchrun --nproc-per-node N --no-python kconvert bench exchange
     """
     from kconvert.convert.cli import bench_text
-    from kconvert.runtime.bench import exchange, moe
+    from kconvert.runtime.bench import exchange
 
     result = exchange.bench_exchange(report=to_stderr)
     if result["rank"] != 0:
         return
-    if save is not None:
-        moe.save(result, save)
+    _keep(result, save)
     show(result, as_json, bench_text.exchange_text, quiet=False)
 
 

@@ -130,9 +130,7 @@ class Sizes:
     vocabulary: int
     hidden: int
     layers: int
-    mtp_layers: (
-        int  # multi-token prediction, numbered behind the others; a checkpoint may lack them
-    )
+    mtp_layers: int  # multi-token prediction, numbered behind; a checkpoint may lack them
     first_moe: int  # layers below have a dense MLP
     heads: int
     q_lora: int  # 0: q_proj instead of q_a_proj and q_b_proj

@@ -4,7 +4,6 @@ Random weights, a seeded random top-8 of 384, three layers of weights and severa
 so that nothing is found in the L2 cache, everything in one CUDA graph, the median of its replays.
 """
 
-import json
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
@@ -253,10 +252,3 @@ def _commit() -> str:
         ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False
     )
     return done.stdout.strip() or "unknown"
-
-
-def save(result: dict[str, Any], path: Path) -> None:
-    """Write the object as JSON, one row a line."""
-    rows = ",\n  ".join(json.dumps(row) for row in result["rows"])
-    head = json.dumps({key: value for key, value in result.items() if key != "rows"}, indent=1)
-    path.write_text(f'{head[:-2]},\n "rows": [\n  {rows}\n ]\n}}\n')

@@ -131,7 +131,9 @@ def test_the_benchmark_refuses_without_a_gpu():
 def test_results_are_saved_a_row_a_line(tmp_path):
     import json
 
+    from kconvert.runtime.bench.result import save
+
     result = {"bench": "moe", "card": "X", "rows": [{"M": 1, "us": 2.5}, {"M": 2, "us": 3.0}]}
-    bench_moe.save(result, tmp_path / "r.json")
+    save(result, tmp_path / "r.json")
     assert json.loads((tmp_path / "r.json").read_text()) == result
     assert len((tmp_path / "r.json").read_text().splitlines()) == 8
