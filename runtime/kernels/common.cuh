@@ -32,6 +32,10 @@ __device__ __forceinline__ void copy16_once(u32 dst, const void* src) {
 __device__ __forceinline__ void copy16_shared(u32 dst, const void* src) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
 }
+// Past the L1, for what no other warp of this multiprocessor reads soon.
+__device__ __forceinline__ void copy16_l2(u32 dst, const void* src) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(dst), "l"(src) : "memory");
+}
 __device__ __forceinline__ void commit_copies() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
@@ -42,12 +46,25 @@ __device__ __forceinline__ void wait_copies() {
 
 // ---- shared memory -------------------------------------------------------------------------
 
+__device__ __forceinline__ u32 load_shared4(u32 addr) {
+  u32 v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(addr) : "memory");
+  return v;
+}
 __device__ __forceinline__ uint4 load_shared16(u32 addr) {
   uint4 v;
   asm volatile("ld.shared.v4.u32 {%0,%1,%2,%3}, [%4];"
                : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
                : "r"(addr)
                : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared4(u32 addr, u32 v) {
+  asm volatile("st.shared.u32 [%0], %1;" ::"r"(addr), "r"(v) : "memory");
+}
+__device__ __forceinline__ float2 load_shared_f2(u32 addr) {
+  float2 v;
+  asm volatile("ld.shared.v2.f32 {%0,%1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(addr) : "memory");
   return v;
 }
 __device__ __forceinline__ float4 load_shared_f4(u32 addr) {
@@ -57,6 +74,19 @@ __device__ __forceinline__ float4 load_shared_f4(u32 addr) {
                : "r"(addr)
                : "memory");
   return v;
+}
+__device__ __forceinline__ int4 load_shared_i4(u32 addr) {
+  int4 v;
+  asm volatile("ld.shared.v4.s32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "r"(addr)
+               : "memory");
+  return v;
+}
+__device__ __forceinline__ void store_shared_i4(u32 addr, int4 v) {
+  asm volatile("st.shared.v4.s32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
 }
 __device__ __forceinline__ void store_shared_f4(u32 addr, float4 v) {
   asm volatile("st.shared.v4.f32 [%0], {%1,%2,%3,%4};" ::"r"(addr), "f"(v.x), "f"(v.y), "f"(v.z),
@@ -166,45 +196,62 @@ __device__ __forceinline__ void wait_mmas() {
 }
 
 #define SUMS(c) "+f"(c.x), "+f"(c.y), "+f"(c.z), "+f"(c.w)
-#define WGMMA(n, sums, a0, a1, a2, a3, b)                                                      \
-  "wgmma.mma_async.sync.aligned.m64n" #n "k16.f32.bf16.bf16 {" sums "}, {" a0 ", " a1 ", " a2 \
-  ", " a3 "}, " b ", 1, 1, 1, 0;"
 #define SUMS1 "%0, %1, %2, %3"
 #define SUMS2 SUMS1 ", %4, %5, %6, %7"
 #define SUMS3 SUMS2 ", %8, %9, %10, %11"
 #define SUMS4 SUMS3 ", %12, %13, %14, %15"
-#define OPERANDS(a, b) "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b)
-
-__device__ __forceinline__ void mma_async(float4 (&c)[1], const u32 (&a)[4], u64 b) {
-  asm volatile(WGMMA(8, SUMS1, "%4", "%5", "%6", "%7", "%8") : SUMS(c[0]) : OPERANDS(a, b));
-}
-__device__ __forceinline__ void mma_async(float4 (&c)[2], const u32 (&a)[4], u64 b) {
-  asm volatile(WGMMA(16, SUMS2, "%8", "%9", "%10", "%11", "%12")
-               : SUMS(c[0]), SUMS(c[1])
-               : OPERANDS(a, b));
-}
-__device__ __forceinline__ void mma_async(float4 (&c)[3], const u32 (&a)[4], u64 b) {
-  asm volatile(WGMMA(24, SUMS3, "%12", "%13", "%14", "%15", "%16")
-               : SUMS(c[0]), SUMS(c[1]), SUMS(c[2])
-               : OPERANDS(a, b));
-}
-__device__ __forceinline__ void mma_async(float4 (&c)[4], const u32 (&a)[4], u64 b) {
-  asm volatile(WGMMA(32, SUMS4, "%16", "%17", "%18", "%19", "%20")
-               : SUMS(c[0]), SUMS(c[1]), SUMS(c[2]), SUMS(c[3])
-               : OPERANDS(a, b));
-}
+#define SUMS5 SUMS4 ", %16, %17, %18, %19"
+#define SUMS6 SUMS5 ", %20, %21, %22, %23"
+#define SUMS7 SUMS6 ", %24, %25, %26, %27"
+#define SUMS8 SUMS7 ", %28, %29, %30, %31"
+#define SUMS9 SUMS8 ", %32, %33, %34, %35"
+#define SUMS10 SUMS9 ", %36, %37, %38, %39"
+#define SUMS11 SUMS10 ", %40, %41, %42, %43"
+#define SUMS12 SUMS11 ", %44, %45, %46, %47"
+#define OUT1(c) SUMS(c[0])
+#define OUT2(c) OUT1(c), SUMS(c[1])
+#define OUT3(c) OUT2(c), SUMS(c[2])
+#define OUT4(c) OUT3(c), SUMS(c[3])
+#define OUT5(c) OUT4(c), SUMS(c[4])
+#define OUT6(c) OUT5(c), SUMS(c[5])
+#define OUT7(c) OUT6(c), SUMS(c[6])
+#define OUT8(c) OUT7(c), SUMS(c[7])
+#define OUT9(c) OUT8(c), SUMS(c[8])
+#define OUT10(c) OUT9(c), SUMS(c[9])
+#define OUT11(c) OUT10(c), SUMS(c[10])
+#define OUT12(c) OUT11(c), SUMS(c[11])
+// c[NT] += a b, NT tiles of 8 rows; operand numbers follow the 4 NT sums'.
+#define MMA_ASYNC(NT, N, A0, A1, A2, A3, B)                                              \
+  __device__ __forceinline__ void mma_async(float4 (&c)[NT], const u32 (&a)[4], u64 b) { \
+    asm volatile("wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" SUMS##NT   \
+                 "}, {%" #A0 ", %" #A1 ", %" #A2 ", %" #A3 "}, %" #B ", 1, 1, 1, 0;"     \
+                 : OUT##NT(c)                                                            \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));                  \
+  }
+MMA_ASYNC(1, 8, 4, 5, 6, 7, 8)
+MMA_ASYNC(2, 16, 8, 9, 10, 11, 12)
+MMA_ASYNC(3, 24, 12, 13, 14, 15, 16)
+MMA_ASYNC(4, 32, 16, 17, 18, 19, 20)
+MMA_ASYNC(5, 40, 20, 21, 22, 23, 24)
+MMA_ASYNC(6, 48, 24, 25, 26, 27, 28)
+MMA_ASYNC(7, 56, 28, 29, 30, 31, 32)
+MMA_ASYNC(8, 64, 32, 33, 34, 35, 36)
+MMA_ASYNC(9, 72, 36, 37, 38, 39, 40)
+MMA_ASYNC(10, 80, 40, 41, 42, 43, 44)
+MMA_ASYNC(11, 88, 44, 45, 46, 47, 48)
+MMA_ASYNC(12, 96, 48, 49, 50, 51, 52)
 // Sums are in these registers here: the compiler may not read them earlier, nor know their values.
-template <int NT>
-__device__ __forceinline__ void keep(float4 (&acc)[4][NT]) {
+template <int NT, int R>
+__device__ __forceinline__ void keep(float4 (&acc)[R][NT]) {
 #pragma unroll
-  for (int d = 0; d < 4; ++d)
+  for (int d = 0; d < R; ++d)
 #pragma unroll
     for (int t = 0; t < NT; ++t) asm volatile("" : SUMS(acc[d][t])::"memory");
 }
-template <int NT>
-__device__ __forceinline__ void settle(float4 (&acc)[4][NT]) {
+template <int NT, int R>
+__device__ __forceinline__ void settle(float4 (&acc)[R][NT]) {
   wait_mmas<0>();
-  keep<NT>(acc);
+  keep(acc);
 }
 
 // ---- barriers in shared memory, and copies that report to them ------------------------------

@@ -33,7 +33,9 @@ __device__ __forceinline__ int scan(int value, int* warp_sums, int& total) {
 
 // ids         int32 [pairs]: global expert of pair token * top_k + slot; anything outside
 //             [first_expert, first_expert + EXPERTS) is not on this rank and is left out
-// items       int4 [..]: {local expert, first position, rows <= block_rows, 0}, an expert's together
+// items       int4 [..]: {local expert, first position, rows <= block_rows, tiles of 8 rows}, an
+//             expert's together and about equal; those with most tiles first, though an expert's last
+//             may have a row tile less than it says
 // item_count  int32 [1];  slots int32 [pairs]: position -> pair, grouped by expert
 // grid 1 x 1024. The order of rows inside an expert, and of experts with like many, varies from run
 // to run; no row's bits see it.
@@ -55,19 +57,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     if (e < EXPERTS) atomicAdd(&count[e], 1);
   }
   __syncthreads();
-  const int rows = count[t], mine = (rows + block_rows - 1) / block_rows;
+  // As few items as can be, then tiles as equal as can be.
+  const int rows = count[t], least = max(1, (rows + block_rows - 1) / block_rows);
+  const int tiles = ((rows + least - 1) / least + 7) / 8;
+  const int mine = rows > 0 ? (rows + tiles * 8 - 1) / (tiles * 8) : 0;
   int total;
   const int position = scan(rows, warp_sums, total);
-  // Experts with most rows first, in kBins classes: whoever takes items in turn ends in balance.
-  const int bin = kBins - 1 - min((rows + 7) / 8, kBins - 1);
+  // Largest items first, in kBins classes: whoever takes items in turn ends in balance.
+  const int bin = kBins - 1 - min(tiles, kBins - 1);
   if (rows > 0) atomicAdd(&first_item[bin], mine);
   __syncthreads();
   const int first = scan(t < kBins ? first_item[t] : 0, warp_sums, total);
   if (t < kBins) first_item[t] = first;
   __syncthreads();
   for (int r = 0, i = rows > 0 ? atomicAdd(&first_item[bin], mine) : 0; r < rows;
-       r += block_rows, ++i)
-    items[i] = make_int4(t, position + r, min(block_rows, rows - r), 0);
+       r += tiles * 8, ++i)
+    items[i] = make_int4(t, position + r, min(tiles * 8, rows - r), tiles);
   if (t == 0) item_count[0] = total;
   count[t] = position;
   __syncthreads();

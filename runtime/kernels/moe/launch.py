@@ -115,12 +115,14 @@ def gemm_kernels(shape: MoeShape, plan: Schedule) -> list[tuple[str, dict[str, i
     group = 12 * 32  # threads of both group forms
     threads_w13 = {"moe/w13": W13_CHUNKS * 32, "moe/w13_wide": 256}.get(plan.w13, group)
     threads_w2 = plan.warps_w2 * 32 if plan.w2 == "moe/w2" else group
+    if plan.groups:
+        threads_w13 = threads_w2 = (plan.groups + 1) * 128
     common = {
         "HIDDEN": shape.hidden,
         "INTERMEDIATE": shape.intermediate,
         "GROUP": shape.group,
         "BLOCK_ROWS": plan.block_rows,
-    }
+    } | ({"GROUPS": plan.groups} if plan.groups else {})
     w13 = {
         "TOP_K": shape.top_k,
         "SPLIT": shape.split,
@@ -135,7 +137,7 @@ def gemm_kernels(shape: MoeShape, plan: Schedule) -> list[tuple[str, dict[str, i
         "MIN_BLOCKS": max(1, plan.threads_w2 // threads_w2),
     }
     return [
-        (plan.w13, common | w13, plan.shared_w13, threads_w13),
+        (plan.w13, common | w13, plan.shared_w13(shape), threads_w13),
         (plan.w2, common | w2, plan.shared_w2(shape), threads_w2),
     ]
 
@@ -150,7 +152,7 @@ def w13(x: Tensor, layer: MoeWeights, shape: MoeShape, plan: Schedule, work: Moe
         threads,
         (x, layer.w13, layer.w13_scale, work.items, work.item_count, work.slots, work.act),
         shared=shared,
-        cluster=1 if file == "moe/w13_group" else shape.split,
+        cluster=shape.split if file in ("moe/w13", "moe/w13_wide") else 1,
     )
 
 

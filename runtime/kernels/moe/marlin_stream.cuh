@@ -117,29 +117,29 @@ __device__ __forceinline__ u32 token_read_offset(int lane) {
   return (lane & 7) * 64 + (((lane >> 3) ^ ((lane >> 1) & 3)) << 4);
 }
 
-template <int NT>
-__device__ __forceinline__ void fill(float4 (&acc)[4][NT], float v) {
+template <int NT, int R>
+__device__ __forceinline__ void fill(float4 (&acc)[R][NT], float v) {
 #pragma unroll
-  for (int d = 0; d < 4; ++d)
+  for (int d = 0; d < R; ++d)
 #pragma unroll
     for (int t = 0; t < NT; ++t) acc[d][t] = make_float4(v, v, v, v);
 }
 
 // A warp's partial in shared memory, in fragment order: float4 (unit = d * NT + t, lane). A unit is
 // 16 columns x 8 rows. Sums over warps and blocks are left folds in k order.
-template <int NT>
-__device__ __forceinline__ void leave_partial(u32 at, const float4 (&acc)[4][NT]) {
+template <int NT, int R>
+__device__ __forceinline__ void leave_partial(u32 at, const float4 (&acc)[R][NT]) {
 #pragma unroll
-  for (int d = 0; d < 4; ++d)
+  for (int d = 0; d < R; ++d)
 #pragma unroll
     for (int t = 0; t < NT; ++t)
       store_shared_f4(at + ((d * NT + t) * 32 + (threadIdx.x & 31)) * 16, acc[d][t]);
 }
 // acc = partial + acc
-template <int NT>
-__device__ __forceinline__ void fold_partial(u32 at, float4 (&acc)[4][NT]) {
+template <int NT, int R>
+__device__ __forceinline__ void fold_partial(u32 at, float4 (&acc)[R][NT]) {
 #pragma unroll
-  for (int d = 0; d < 4; ++d)
+  for (int d = 0; d < R; ++d)
 #pragma unroll
     for (int t = 0; t < NT; ++t)
       acc[d][t] =
