@@ -105,8 +105,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       const char* w = packed + (long long)expert * (INTERMEDIATE / 16 * kRowBytes);
       const char* s = scales + (long long)expert * (INTERMEDIATE / GROUP * (kRowBytes / 4));
       const int last = min(begin + kRunsAUnit, kColumnRuns);
-  #pragma unroll 1
-    for (int first = begin + role * GROUPS; first < last + role * GROUPS; first += kRuns)
+#pragma unroll 1
+      for (int first = begin + role * GROUPS; first < last + role * GROUPS; first += kRuns)
         copy_weights<kSteps, kRowBytes>(to, w + first * 512, s + first * kScaleBytes, role,
                                         min(GROUPS, kColumnRuns - first));
     }
