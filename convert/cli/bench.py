@@ -63,12 +63,13 @@ def bench_convert(
 @bench.command("moe")
 @explained
 def bench_moe(
-    shapes: Annotated[str, typer.Option(help="Of tp8, tp2, ep8.")] = "tp8,tp2,ep8",
+    shapes: Annotated[str, typer.Option(help="Of tp8, tp4, tp2, tp1, ep8.")] = "tp8,tp2,ep8",
     save: Save = None,
     seed: Annotated[int, typer.Option(help="Of weights and routing.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
-    """One K2.6 MoE layer's kernels on this GPU, against the time to only read its weights."""
+    """One K2.6 MoE layer's kernels on this GPU, against the time to only read its weights, and
+    against vLLM's and Humming's where they are installed."""
     from kconvert.convert.cli import bench_text
     from kconvert.runtime.bench import moe
 
@@ -76,8 +77,7 @@ def bench_moe(
     unknown = [name for name in names if name not in moe.SHAPES]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(moe.SHAPES)}")
-    result = moe.bench_moe(names, seed=seed, report=to_stderr)
-    _keep(result, save)
+    result = moe.bench_moe(names, seed=seed, report=to_stderr, keep=lambda r: _keep(r, save))
     show(result, as_json, bench_text.moe_text, quiet=False)
 
 

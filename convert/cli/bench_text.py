@@ -59,21 +59,31 @@ def convert_text(table: dict[str, Any]) -> str:
 
 
 def moe_text(table: dict[str, Any]) -> str:
-    """`bench moe` as a table: microseconds, and the floor of only reading the weights."""
+    """`bench moe` as a table: microseconds, the floor of only reading the weights, and what part of
+    a peer's time kconvert takes for the same."""
     lines = [
         f"{table['card']}, {table['date']}",
         "shape      M  experts       µs    TB/s  floor µs  align µs  router µs",
     ]
+    peers = [row for row in table["rows"] if row["backend"] != "kconvert"]
     for row in table["rows"]:
+        if row["backend"] != "kconvert":
+            continue
         lines.append(
             f"{row['shape']:<5} {row['M']:>6} {row['experts']:>8.0f} {row['us']:>8.1f}"
             f" {row['tbps']:>7.2f} {row['floor_us']:>9.1f}"
-            + (
-                f" {row['align_us']:>9.1f} {row['router_us']:>10.1f}"
-                if row["backend"] == "kconvert"
-                else f"  {row['backend']}: {row['inside']}"
-            )
+            f" {row['align_us']:>9.1f} {row['router_us']:>10.1f}"
         )
+        for total, name in (("gemms_us", "GEMMs"), ("layer_us", "layer")):
+            beside = [
+                f"{peer['backend']} {peer['us']:.1f}, kconvert's is {peer['ratio']:.2f} of it"
+                for peer in peers
+                if (peer["shape"], peer["M"], peer["against"]) == (row["shape"], row["M"], total)
+            ]
+            if beside:
+                lines.append(f"      {name} {row[total]:.1f}; " + "; ".join(beside))
+    if peers:
+        lines += [f"{what}: {inside}" for what, inside in table["inside"].items()]
     return "\n".join(lines)
 
 

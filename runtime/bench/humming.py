@@ -1,7 +1,7 @@
-"""Humming's two MoE GEMMs for ``kconvert bench moe``.
+"""Humming's two MoE GEMMs for ``kconvert bench moe``, in both of its forms.
 
-Written from the sources of humming-kernels 0.1.19, the wheel on PyPI, and never run against it.
-Each fact below names its file there.
+Written from the sources of humming-kernels 0.1.19, the wheel on PyPI; the indexed form has run so
+on an H200. Each fact below names its file there.
 """
 
 import inspect
@@ -21,16 +21,21 @@ from kconvert.runtime.kernels.moe.shape import MoeShape
 # (nibble − 8)·scale. tune/__init__.py: get_heuristics_config gives (above, up to, kernel) by rows.
 # forward.py: humming_forward is one GEMM; gemm_type "indexed" (include/humming/scheduler.cuh) reads
 # row id // top_k and writes row id, for ids sorted by expert, whole blocks of block_shape[0] rows
-# an expert. layer.py: 2048 int32 zeros for locks. vLLM's fused_humming_moe.py calls it just so,
-# with the rows this rank expects as valid_shape_m.
+# an expert; "grouped_contiguous" reads and writes rows that are sorted by expert already, of which
+# expert_layout, int64 [E + 1], has the sums (testing/data.py). layer.py: 2048 int32 zeros for
+# locks. vLLM's fused_humming_moe.py calls both just so, with the rows this rank expects as
+# valid_shape_m.
 GEMM = (
     *("config", "inputs", "outputs", "locks", "top_k", "valid_shape_m", "compute_config"),
-    *("tuning_config", "sorted_ids", "expert_ids", "num_tokens_padded", "weight", "weight_scale"),
+    *("tuning_config", "sorted_ids", "expert_ids", "num_tokens_padded", "expert_layout", "weight"),
+    "weight_scale",
 )
+FORMS = ("indexed", "grouped_contiguous")
 
 
-def loader() -> Callable[[MoeWeights, MoeShape], Callable]:
-    """What prepares a layer for Humming. Raises as its import does, TypeError if a call changed."""
+def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable]:
+    """What prepares a layer for one of Humming's FORMS. Raises as its import does, TypeError if a
+    call changed."""
     prepare = import_module("humming.transform").prepare_and_transform_humming_tensors
     forward = import_module("humming.forward").humming_forward
     tune = import_module("humming.tune").get_heuristics_config
@@ -50,15 +55,19 @@ def loader() -> Callable[[MoeWeights, MoeShape], Callable]:
             weight_schema=schema(b_dtype="uint4", weight_scale_group_size=shape.group),
             **dict(zip(sizes, (n, k, len(packed), scales.dtype, packed.device), strict=True)),
         )
-        plans = tune(layer_config=config, gemm_type="indexed", device=packed.device)
+        plans = tune(layer_config=config, gemm_type=form, device=packed.device)
         locks = torch.zeros(2048, dtype=torch.int32, device=packed.device)
 
         def gemm(ids: Tensor, top_k: int) -> Callable[[Tensor], Tensor]:
             rows = -(-ids.numel() * shape.experts // shape.total_experts)
-            block = next(plan["block_shape"][0] for low, to, plan in plans if low < rows <= to)
-            how = dict(top_k=top_k, valid_shape_m=rows, tuning_config=plans, locks=locks)
-            how |= dict(compute_config={"gemm_type": "indexed"}, **tensors)
-            how |= _blocks(ids.flatten(), shape, block)
+            how = dict(valid_shape_m=rows, tuning_config=plans, locks=locks, **tensors)
+            how["compute_config"] = {"gemm_type": form}
+            if form == "indexed":
+                block = next(plan["block_shape"][0] for low, to, plan in plans if low < rows <= to)
+                how |= _blocks(ids, shape, block) | {"top_k": top_k}
+            else:
+                counts = sorted_pairs(ids, shape)[1]
+                how["expert_layout"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
             def run(x: Tensor) -> Tensor:
                 return forward(config, inputs=x, outputs=x.new_empty(ids.numel(), n), **how)
@@ -74,6 +83,10 @@ def loader() -> Callable[[MoeWeights, MoeShape], Callable]:
 
         def step_of(x: Tensor, ids: Tensor, weights: Tensor) -> Callable[[], Tensor]:
             first, second = w13(ids, shape.top_k), w2(ids, 1)
+            if form != "indexed":  # as many rows as pairs, this rank's first
+                order = sorted_pairs(ids, shape)[0]
+                rows = torch.nn.functional.pad(order, (0, ids.numel() - len(order)))
+                x = x[rows // shape.top_k]
             gate, up = first(x).float().chunk(2, 1)
             act = (torch.nn.functional.silu(gate) * up).bfloat16()
             return lambda: (first(x), second(act))[1]
@@ -93,15 +106,20 @@ def _checkpoint_words(packed: Tensor) -> Tensor:
     return (nibbles[:, ::2] | nibbles[:, 1::2] << 4).view(torch.int32)
 
 
-def _blocks(ids: Tensor, shape: MoeShape, block: int) -> dict[str, Tensor]:
-    """This rank's pairs by expert, filled up to whole blocks with the number of all pairs."""
-    local = ids.long() - shape.first_expert
+def sorted_pairs(ids: Tensor, shape: MoeShape) -> tuple[Tensor, Tensor]:
+    """This rank's (token, slot) pairs by expert, and how many each expert has."""
+    local = ids.flatten().long() - shape.first_expert
     local[(local < 0) | (local >= shape.experts)] = shape.experts
     counts = local.bincount(minlength=shape.experts + 1)[:-1]
-    order = local.argsort(stable=True)[: counts.sum()]
+    return local.argsort(stable=True)[: counts.sum()], counts
+
+
+def _blocks(ids: Tensor, shape: MoeShape, block: int) -> dict[str, Tensor]:
+    """The pairs filled up to whole blocks an expert, with the number of all pairs."""
+    order, counts = sorted_pairs(ids, shape)
     blocks = (counts + block - 1) // block
     skipped = (blocks.cumsum(0) - blocks) * block - (counts.cumsum(0) - counts)
-    place = torch.arange(len(order), device=ids.device) + skipped[local[order]]
+    place = torch.arange(len(order), device=ids.device) + skipped.repeat_interleave(counts)
     # One block more than there are, so that no list is empty.
     lists = torch.full(((int(blocks.sum()) + 1) * block,), ids.numel(), device=ids.device)
     lists[place] = order

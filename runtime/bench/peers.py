@@ -1,18 +1,17 @@
 """What ``kconvert bench moe`` times beside kconvert where it can be imported: vLLM and Humming.
 
 Written from the sources of vllm 0.33.0 (commit 4ba787ec9) and humming-kernels 0.1.19, the wheels on
-PyPI, and never run against them. Each fact below names its file there.
+PyPI; both have run so on an H200. Each fact below names its file there.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kconvert.layouts.errors import UnavailableError
 from kconvert.runtime.bench import humming as bench_humming
 from kconvert.runtime.bench.humming import check
 from kconvert.runtime.kernels.moe.launch import MoeWeights
@@ -28,12 +27,11 @@ class Peer:
 
     backend: str
     package: str
+    whole: bool  # a step is the whole layer; else the two GEMMs
     inside: str  # what a step does
     copies: int  # layers it keeps beside the three of the bench, and works on while it loads one
     load: Callable[[MoeWeights, MoeShape], StepOf]
 
-
-Loaded = list[tuple[Peer, list[StepOf]]]
 
 # model_executor/layers/fused_moe/experts/marlin_moe.py: fused_marlin_moe aligns, multiplies w13,
 # applies SiLU·up (gate half first), multiplies w2 with the router weight and sums. It wants x bf16,
@@ -80,72 +78,46 @@ def _vllm() -> Peer:
 
         return step_of
 
-    return Peer("vllm", "vllm", "alignment, both GEMMs, SiLU·up, router weight, sum", 0, load)
+    inside = "the whole layer: alignment, both GEMMs, SiLU·up, router weight, sum over slots"
+    return Peer("vllm", "vllm", True, inside, 0, load)
 
 
-def _humming() -> Peer:
-    return Peer("humming", "humming-kernels", "both GEMMs only", 6, bench_humming.loader())
+def _humming(form: str, inside: str) -> Peer:
+    name = f"humming {form.partition('_')[0]}"
+    return Peer(name, "humming-kernels", False, inside, 6, bench_humming.loader(form))
+
+
+MAKERS = (
+    ("vllm", _vllm),
+    ("humming", partial(_humming, "indexed", "both GEMMs; rows are gathered inside")),
+    (
+        "humming",
+        partial(_humming, "grouped_contiguous", "both GEMMs, of rows that are sorted already"),
+    ),
+)
 
 
 def find(report: Callable[[str], None]) -> list[Peer]:
     """The peers that can be imported; of one that is there but different, a sentence."""
-    peers = []
-    for package, make in (("vllm", _vllm), ("humming", _humming)):
+    peers, said = [], []
+    for package, make in MAKERS:
         try:
             peers.append(make())
         except Exception as error:  # an import may fail in any way
-            if not (isinstance(error, ModuleNotFoundError) and error.name == package):
-                report(f"{package} is left out, it is not as expected: {_line(error)}")
+            absent = isinstance(error, ModuleNotFoundError) and error.name == package
+            sentence = f"{package} is left out, it is not as expected: {line(error)}"
+            if not absent and sentence not in said:
+                said.append(sentence)
+    for sentence in said:
+        report(sentence)
     return peers
 
 
 def memory_needed(peers: Sequence[Peer], shape: MoeShape, tokens: int) -> int:
-    """Bytes of GPU memory the peers take at most beside the bench itself."""
+    """Bytes of GPU memory that the hungriest takes at most, beside the layers and inputs."""
     rows = tokens * shape.top_k * 2 * (2 * shape.hidden + 24 * shape.intermediate)
-    return sum(peer.copies * shape.experts * shape.expert_bytes + rows for peer in peers)
+    return max((p.copies * shape.experts * shape.expert_bytes + rows for p in peers), default=0)
 
 
-def load(
-    peers: Sequence[Peer], layers: Sequence[MoeWeights], shape: MoeShape, report: Callable
-) -> Loaded:
-    """Peers with their form of the layers; one that fails is left out."""
-    tried = [
-        (peer, _try(peer, lambda p=peer: [p.load(layer, shape) for layer in layers], report))
-        for peer in peers
-    ]
-    return [(peer, steps) for peer, steps in tried if steps is not None]
-
-
-def times(
-    loaded: Loaded, calls: Sequence[tuple[Tensor, ...]], graph_us: Callable, report: Callable
-) -> list[tuple[Peer, float]]:
-    """Microseconds of a step for each (x, ids, weights); ``loaded`` loses what fails."""
-    tried = [
-        (
-            entry,
-            _try(entry[0], lambda s=entry[1]: graph_us([f(*c) for c in calls for f in s]), report),
-        )
-        for entry in loaded
-    ]
-    loaded[:] = [entry for entry, us in tried if us is not None]
-    return [(peer, us) for (peer, _), us in tried if us is not None]
-
-
-def _try(peer: Peer, work: Callable[[], Any], report: Callable[[str], None]) -> Any:
-    """What work returns; None and a sentence where it fails."""
-    try:
-        return work()
-    except Exception as error:
-        report(f"{peer.backend} is left out, it failed: {_line(error)}")
-    try:
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
-    except RuntimeError as error:
-        raise UnavailableError(
-            f"{peer.backend} left the GPU unusable: run bench moe where it is not installed."
-        ) from error
-    return None
-
-
-def _line(error: Exception) -> str:
+def line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -138,7 +138,11 @@ def many(shape: MoeShape, tokens: int, gpu: Gpu, rows: int, groups: int) -> Sche
     warpgroups: as many stages as fit, in one block a multiprocessor."""
     items = most_items(shape, tokens * shape.top_k, rows)
     stages = [
-        max(s for s in range(7, 17) if many_shared(rows, groups, s, shape)[i] <= gpu.shared_per_sm - 1024)
+        max(
+            s
+            for s in range(7, 17)
+            if many_shared(rows, groups, s, shape)[i] <= gpu.shared_per_sm - 1024
+        )
         for i in range(2)
     ]
     return Schedule(

@@ -4,6 +4,7 @@ Small modules stand in for them: the names and defaults of vllm 0.33.0 and hummi
 computed row by row in float32.
 """
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from importlib.abc import MetaPathFinder
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from kconvert.convert.cli import bench_text
+from kconvert.runtime.bench import humming as bench_humming
 from kconvert.runtime.bench import moe as bench_moe
 from kconvert.runtime.bench import peers as bench_peers
 from kconvert.runtime.kernels.moe import launch, reference
@@ -118,7 +120,7 @@ def get_heuristics_config(
     layer_config, shape_m=None, use_f16_accum=False, use_batch_invariant=False,
     use_m_major_input_scale=False, gemm_type="dense", device=None,
 ):
-    assert layer_config[0] == "config" and gemm_type == "indexed"
+    assert layer_config[0] == "config" and gemm_type in ("indexed", "grouped_contiguous")
     return [[0, 8, {"block_shape": [8, 64, 64]}], [8, 99, {"block_shape": [16, 64, 64]}]]
 """,
     "humming/forward.py": """
@@ -133,6 +135,14 @@ def humming_forward(
 ):
     _, n, k = config
     assert inputs.dtype == outputs.dtype == torch.bfloat16
+    if compute_config["gemm_type"] == "grouped_contiguous":
+        assert inputs.shape[1] == k and outputs.shape == (len(inputs), n)
+        assert expert_layout.dtype == torch.int64 and expert_layout.shape == (len(weight) + 1,)
+        outputs.fill_(torch.nan)
+        for expert, (first, end) in enumerate(zip(expert_layout, expert_layout[1:])):
+            values = w4a16_weight(weight[expert], weight_scale[expert]).float()
+            outputs[first:end] = (inputs[first:end].float() @ values.T).bfloat16()
+        return outputs
     assert compute_config["gemm_type"] == "indexed"
     assert inputs.shape[1] == k and outputs.shape == (len(inputs) * top_k, n)
     assert locks.dtype == sorted_ids.dtype == expert_ids.dtype == torch.int32
@@ -262,45 +272,133 @@ def test_vllm_gets_what_it_documents(install, shape, tokens):
 @pytest.mark.parametrize("tokens", [1, 5, 9])
 def test_humming_gets_what_it_documents(install, shape, tokens):
     assert install(HUMMING) == []
-    (peer,) = install.found
+    indexed, grouped = install.found
     layer, (x, ids, weights) = case(shape, tokens)
-    assert peer.backend == "humming"
-    y = peer.load(layer, shape)(x, ids, weights)().view(*ids.shape, -1).float()
+    assert [indexed.backend, grouped.backend] == ["humming indexed", "humming grouped"]
+    y = indexed.load(layer, shape)(x, ids, weights)().view(*ids.shape, -1).float()
     mine = (ids >= shape.first_expert) & (ids < shape.first_expert + shape.experts)
     assert torch.equal(y.isnan().all(2), ~mine)
     out = (y.nan_to_num() * weights[..., None]).sum(1)
     assert_near(out, expected(layer, (x, ids, weights), shape))
+    order = bench_humming.sorted_pairs(ids, shape)[0]
+    rows = grouped.load(layer, shape)(x, ids, weights)()
+    assert torch.equal(rows[: len(order)].float(), y.flatten(0, 1)[order])
+    assert len(order) == mine.sum() and rows[len(order) :].isnan().all()
 
 
-def test_rows_of_peers_stand_beside_kconverts(install, monkeypatch):
-    """One M of the benchmark with the device taken out; a peer that fails is left out from then."""
-    assert install(VLLM | HUMMING) == []
-    for name in ("align", "experts", "router_into"):
+@pytest.fixture
+def one_process(monkeypatch):
+    """The benchmark on the CPU in small, its steps called once, the peers' processes in this one."""
+    for name in ("align", "experts", "w13", "w2", "router_into"):
         monkeypatch.setattr(launch, name, lambda *_: None)
+    monkeypatch.setattr(launch, "moe_schedule", lambda *_: None)
+    monkeypatch.setattr(launch, "MoeWorkspace", lambda *_: SimpleNamespace(share=lambda: None))
     monkeypatch.setattr(bench_moe, "read_experts", lambda *_: None)
     monkeypatch.setattr(bench_moe, "graph_us", lambda steps: 3.0 + len([s() for s in steps]))
-    shape, work = SHAPES["tp"], SimpleNamespace(share=lambda: None)
-    layers, said = [case(shape, seed)[0] for seed in (1, 2)], []
-    loaded = bench_peers.load(install.found, layers, shape, said.append)
+    monkeypatch.setattr(bench_moe, "SHAPES", SHAPES)
+    monkeypatch.setattr(bench_moe, "memory_needed", lambda *_: 0)
+    monkeypatch.setattr(bench_moe.bench_peers, "memory_needed", lambda *_: 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1, 1))
+    monkeypatch.setattr(bench_moe, "_device", lambda: "cpu")
 
-    def rows():
-        g = torch.Generator().manual_seed(0)
-        args = (shape, 2, layers, work, "cpu", g, loaded, said.append)
-        return [{"shape": "tp8", **row} for row in bench_moe._bench_tokens(*args)]
+    def here(backend, name, tokens, seed, report):
+        sent = []
+        bench_moe.time_peer(SimpleNamespace(send=sent.append), backend, name, tokens, seed)
+        assert sent[-1] == ("end",)
+        for kind, *rest in sent[:-1]:
+            if kind == "time":
+                yield tuple(rest)
+            else:
+                report(rest[0])
 
-    found = rows()
-    assert [row["backend"] for row in found] == ["kconvert", "vllm", "humming"]
-    assert said == [] and {row["us"] for row in found} == {11.0}
-    assert {row["floor_us"] for row in found} == {found[0]["floor_us"]}
-    lines = bench_text.moe_text({"card": "X", "date": "D", "rows": found}).splitlines()
-    assert len(lines) == 5
-    assert "vllm: alignment, both GEMMs" in lines[3] and "humming: both GEMMs only" in lines[4]
-    assert bench_peers.memory_needed(install.found, shape, 2) > 6 * 8 * shape.expert_bytes
+    monkeypatch.setattr(bench_moe, "peer_times", here)
 
-    def broken(x, ids, weights):
-        raise RuntimeError("no kernel image\nfor this card")
 
-    loaded[0] = (loaded[0][0], [broken])
-    assert [row["backend"] for row in rows()] == ["kconvert", "humming"]
-    assert said == ["vllm is left out, it failed: RuntimeError: no kernel image"]
-    assert [row["backend"] for row in rows()] == ["kconvert", "humming"] and len(said) == 1
+def test_rows_of_peers_stand_beside_kconverts(install, one_process):
+    assert install(VLLM | HUMMING) == []
+    said = []
+    rows = list(bench_moe.bench_shape("tp", (1, 2), 0, said.append, install.found))
+    names = ["kconvert", "vllm", "humming indexed", "humming grouped"]
+    assert [row["backend"] for row in rows] == [name for name in names for _ in range(2)]
+    assert [row["M"] for row in rows] == [1, 2] * 4
+    assert {row["us"] for row in rows} == {15.0}  # three layers, four routings
+    assert {row["ratio"] for row in rows[2:]} == {1.0}
+    assert [row["against"] for row in rows[2::2]] == ["layer_us", "gemms_us", "gemms_us"]
+    table = {"card": "X", "date": "D", "rows": rows, "inside": {"vllm": "the whole layer"}}
+    lines = bench_text.moe_text(table).splitlines()
+    assert len(lines) == 2 + 2 * 3 + 1
+    assert lines[3].strip() == (
+        "GEMMs 15.0; humming indexed 15.0, kconvert's is 1.00 of it; "
+        "humming grouped 15.0, kconvert's is 1.00 of it"
+    )
+    assert "layer 15.0; vllm 15.0, kconvert's is 1.00 of it" in lines[4]
+    assert lines[-1] == "vllm: the whole layer"
+
+
+def test_a_peer_that_fails_keeps_what_it_had(install, one_process, monkeypatch):
+    assert install(VLLM) == []
+    made = bench_moe.graph_us
+
+    def failing(steps):
+        steps = list(steps)
+        if len(steps) == 12 and not made_of_ours(steps):
+            failing.calls += 1
+            if failing.calls == 2:
+                raise RuntimeError("no kernel image\nfor this card")
+        return made(steps)
+
+    def made_of_ours(steps):
+        return hasattr(steps[0], "func")
+
+    failing.calls = 0
+    monkeypatch.setattr(bench_moe, "graph_us", failing)
+    said = []
+    rows = list(bench_moe.bench_shape("tp", (1, 2), 0, said.append, install.found))
+    assert [(row["backend"], row["M"]) for row in rows] == [
+        ("kconvert", 1), ("kconvert", 2), ("vllm", 1),
+    ]  # fmt: skip
+    assert "vllm is left out from here on, it failed: RuntimeError: no kernel image" in said
+
+
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("os.abort()", "its process ended with -6"),
+        ("time.sleep(60)", "nothing from it for"),
+    ],
+)
+def test_a_peer_that_crashes_or_hangs_costs_its_own_times_alone(monkeypatch, tmp_path, does, said):
+    """Really in a process of its own, whose start imports a module that ends it."""
+    (tmp_path / "ends_badly.py").write_text(
+        f"import os, time\n\ndef target(to, *_):\n    to.send(('time', 1, 2.0))\n    {does}\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(bench_moe, "time_peer", __import__("ends_badly").target)
+    monkeypatch.setattr(bench_moe, "SILENCE_S", 5.0)
+    heard = []
+    assert list(bench_moe.peer_times("vllm", "tp8", (1, 2), 0, heard.append)) == [(1, 2.0)]
+    assert said in heard[-1]
+
+
+def test_a_result_is_kept_after_every_shape(monkeypatch):
+    kept = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "X")
+    monkeypatch.setattr(bench_moe.bench_peers, "find", lambda report: [])
+    monkeypatch.setattr(bench_moe, "bench_shape", lambda name, *_: iter([{"shape": name}]))
+    result = bench_moe.bench_moe(
+        ("tp8", "ep8"), report=print, keep=lambda r: kept.append(len(r["rows"]))
+    )
+    assert kept == [1, 2] and [row["shape"] for row in result["rows"]] == ["tp8", "ep8"]
+    assert result["driver"] and "router weight" in result["inside"]["gemms_us"]
+
+
+def test_the_commit_is_the_projects_own(monkeypatch, tmp_path):
+    found = bench_moe._commit()
+    assert found == "unknown" or len(found) == 40
+    other = tmp_path / "other" / "moe.py"
+    other.parent.mkdir()
+    other.write_text("")
+    subprocess.run(["git", "init", "-q", str(tmp_path / "other")], check=True)
+    monkeypatch.setattr(bench_moe, "__file__", str(other))
+    assert bench_moe._commit() == "unknown"

@@ -1,4 +1,4 @@
-"""The index maps of moe/many.cuh, lane by lane: which word a lane multiplies, and how sums leave."""
+"""The index maps of moe/many.cuh: which word a lane multiplies, and how sums leave."""
 
 import numpy as np
 import torch
