@@ -281,8 +281,8 @@ def peer_times(
 
 
 def time_peer(to: Any, backend: str, name: str, tokens: Sequence[int], seed: int) -> None:
-    """What peer_times' process does: sends ("time", tokens, microseconds), ("say", sentence) and, at
-    last, ("end",)."""
+    """What peer_times' process does: sends ("time", tokens, microseconds), ("say", sentence) and,
+    at last, ("end",)."""
     shape, device = SHAPES[name], _device()
     try:
         peer = next(p for p in bench_peers.find(lambda _: None) if p.backend == backend)

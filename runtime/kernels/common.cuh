@@ -112,6 +112,12 @@ __device__ __forceinline__ void cluster_wait_for_readers() {
                    : "memory");
 }
 // The same shared address in block `rank` of this cluster.
+__device__ __forceinline__ u32 load_cluster4(u32 addr, u32 rank) {
+  u32 there, v;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(addr), "r"(rank));
+  asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(v) : "r"(there) : "memory");
+  return v;
+}
 __device__ __forceinline__ float4 load_cluster_f4(u32 addr, u32 rank) {
   u32 there;
   float4 v;

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from kconvert.runtime.kernels.gpu import gpu, launch
-from kconvert.runtime.kernels.moe.shape import W13_CHUNKS, MoeShape, Schedule, schedule
+from kconvert.runtime.kernels.moe.shape import (
+    W13_CHUNKS,
+    MoeShape,
+    Schedule,
+    align_blocks,
+    schedule,
+)
 
 
 @dataclass(frozen=True)
@@ -86,7 +92,9 @@ def align(ids: Tensor, shape: MoeShape, work: MoeWorkspace) -> None:
     plan = moe_schedule(shape, ids.shape[0], ids.device)
     lists = (work.items, work.item_count, work.slots)
     args = (ids, ids.numel(), shape.first_expert, plan.block_rows, *lists)
-    launch("moe/align", {"EXPERTS": shape.experts}, (1,), 1024, args)
+    blocks = align_blocks(ids.numel())
+    defines = {"EXPERTS": shape.experts, "BLOCKS": blocks}
+    launch("moe/align", defines, (1,), 1024, args, cluster=blocks)
 
 
 def experts(

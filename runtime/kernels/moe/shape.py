@@ -162,6 +162,11 @@ def many(shape: MoeShape, tokens: int, gpu: Gpu, rows: int, groups: int) -> Sche
     )
 
 
+def align_blocks(pairs: int) -> int:
+    """Blocks that share the alignment of ``pairs`` (token, slot) pairs."""
+    return 1 if pairs <= 2048 else 8
+
+
 def most_items(shape: MoeShape, pairs: int, block_rows: int) -> int:
     """Work items at most: an expert with r rows makes ceil(r / block_rows) of them."""
     return min(pairs, min(shape.experts, pairs) + pairs // block_rows)

@@ -184,21 +184,23 @@ def test_no_expert_on_this_rank_gives_zeros():
     assert not out.any()
 
 
-@pytest.mark.parametrize("tokens", [1, 3, 64, 1000])
+@pytest.mark.parametrize("tokens", [1, 3, 64, 1000, 9000])
 def test_alignment_lists_every_local_pair_once(tokens):
     shape = MoeShape(7168, 2048, 48, 8, total_experts=384, first_expert=96)
     _, ids, _ = inputs(shape, tokens, seed=tokens)
     work = poisoned(shape, tokens)
     launch.align(ids, shape, work)
     block_rows = launch.moe_schedule(shape, tokens, ids.device).block_rows
-    flat, slots, seen, tiles = ids.flatten().tolist(), work.slots.tolist(), [], []
-    for expert, first, rows, _ in work.items[: work.item_count.item()].tolist():
-        assert 0 < rows <= block_rows
+    flat, slots, seen, sizes = ids.flatten().tolist(), work.slots.tolist(), [], []
+    for expert, first, rows, tiles in work.items[: work.item_count.item()].tolist():
+        assert 0 < rows <= tiles * 8 <= block_rows
         pairs = slots[first : first + rows]
         assert {flat[pair] for pair in pairs} == {expert + 96}
         seen += pairs
-        tiles.append((flat.count(expert + 96) + 7) // 8)
-    assert tiles == sorted(tiles, reverse=True)  # experts with most rows first
+        sizes.append(tiles)
+        items = -(-flat.count(expert + 96) // block_rows)
+        assert tiles == (-(-flat.count(expert + 96) // items) + 7) // 8  # as few, as equal
+    assert sizes == sorted(sizes, reverse=True)  # the largest first
     assert sorted(seen) == [i for i, e in enumerate(flat) if 96 <= e < 144]
 
 
