@@ -119,11 +119,16 @@ class Engine:
         from kconvert.runtime.backends.cuda import CudaBackend
         from kconvert.runtime.backends.cuda_decoder import CudaDecoder
         from kconvert.runtime.drafting.cuda_drafter import CudaDrafter
+        from kconvert.runtime.filling.device import memory_on
+        from kconvert.runtime.filling.filler import Filler
+        from kconvert.runtime.filling.unread import UnreadBlobs
 
         ranks = ranks.on_gpus()
         device = torch.device("cuda", torch.cuda.current_device())
-        model = Model(config, blobs, CudaBackend(config, ranks, device))
-        _ = model.weights  # loads them
+        with Filler(memory_on(device)) as filler:
+            model = Model(config, UnreadBlobs(blobs, filler), CudaBackend(config, ranks, device))
+            _ = model.weights  # which says where everything goes
+            filler.wait()
         opened = None
         if drafter is not None:
             kind, target = DrafterConfig.read(Path(drafter)), _target(config)
