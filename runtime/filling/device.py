@@ -34,13 +34,18 @@ class _Buffer:
         self._cut_bytes = 0
         self._copied: torch.cuda.Event | None = None
 
+    @property
+    def nbytes(self) -> int:
+        return self._read.numel() + self._cut.numel()
+
     def take(self, size: int) -> NDArray[np.uint8]:
         """The memory, once what was in it has been copied."""
         if self._copied is not None:
             self._copied.synchronize()
         self._cut_bytes = 0
         if self._read.numel() < size:
-            self._read = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+            whole = 1 << (size - 1).bit_length()  # as torch would round it
+            self._read = torch.empty(whole, dtype=torch.uint8, pin_memory=True)
         return self._read.numpy()[:size]
 
     def compact(self, cut: NDArray[Any]) -> NDArray[Any]:
@@ -64,7 +69,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
-        self.buffers = (_Buffer(), _Buffer())
+        self.buffers: tuple[_Buffer, ...] = ()
         self.turn = 0
 
 
@@ -76,25 +81,26 @@ class DeviceMemory:
         self._thread = _Thread()
         self._lock = threading.Lock()
         self._streams: list[torch.cuda.Stream] = []
+        self._buffers: list[_Buffer] = []
         self._ready = torch.cuda.Event()  # the targets' memory may still be in use by the engine
         self._ready.record(torch.cuda.current_stream(device))
+
+    @property
+    def buffer_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def host(self, target: torch.Tensor) -> None:
         return None
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         mine, size = self._thread, int(np.prod(shape)) * np.dtype(dtype).itemsize
+        self._prepare(mine)
         mine.turn ^= 1
         with torch.cuda.device(self._device):  # a new thread would wake GPU 0
             return mine.buffers[mine.turn].take(size).view(dtype).reshape(shape)
 
     def put(self, source: NDArray[Any], target: torch.Tensor) -> None:
         mine = self._thread
-        if mine.stream is None:
-            mine.stream = torch.cuda.Stream(self._device)
-            mine.stream.wait_event(self._ready)
-            with self._lock:
-                self._streams.append(mine.stream)
         buffer = mine.buffers[mine.turn]
         signed = source.view(np.dtype(f"i{source.dtype.itemsize}"))
         with torch.cuda.stream(mine.stream):
@@ -102,6 +108,16 @@ class DeviceMemory:
                 signed = buffer.compact(signed)
             target.copy_(torch.from_numpy(signed), non_blocking=True)
             buffer.copied_at(mine.stream)
+
+    def _prepare(self, mine: _Thread) -> None:
+        """A new thread's stream and buffers."""
+        if mine.stream is None:
+            mine.stream = torch.cuda.Stream(self._device)
+            mine.stream.wait_event(self._ready)
+            mine.buffers = (_Buffer(), _Buffer())
+            with self._lock:
+                self._streams.append(mine.stream)
+                self._buffers += mine.buffers
 
     def finish(self) -> None:
         for stream in self._streams:

@@ -31,6 +31,10 @@ MOST_THREADS = {False: 8, True: 12}  # without and with digests: more only get i
 class Memory(Protocol):
     """Where tensors are kept. Safe for several threads."""
 
+    @property
+    def buffer_bytes(self) -> int:
+        """What was taken of the host's memory on the way."""
+
     def host(self, target: Any) -> NDArray[Any] | None:
         """The target's own memory, where it is contiguous and the host's: to be read into."""
 
@@ -49,6 +53,7 @@ class HostMemory:
 
     def __init__(self) -> None:
         self._scratch = Scratch()
+        self.buffer_bytes = 0  # threads' scratch, of matrices that are cut
 
     def host(self, target: NDArray[Any]) -> NDArray[Any] | None:
         return target if target.flags.c_contiguous else None
