@@ -33,6 +33,11 @@ _SMALL_FILES = (
 )  # fmt: skip
 _VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
 MODEL_PREFIXES = ("language_model.", "")
+# Of these common tensors a rank keeps its part alone.
+_CUT = {
+    "embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
+    "down_proj",
+}  # fmt: skip
 
 
 class StoredTensor(NamedTuple):
@@ -141,6 +146,14 @@ class Blobs:
     def dtypes(self, ending: str) -> set[str]:
         """Of the tensors whose names end so."""
         return {t.entry.dtype for name, t in self._tensors.items() if name.endswith(ending)}
+
+    def kept_bytes(self) -> int:
+        """Of all tensors what this rank keeps where it copies them, a tied head apart."""
+        total, size = 0, self.manifest.tp
+        for name, tensor in self._tensors.items():
+            cut = name.split(".")[-2] in _CUT
+            total += tensor.entry.nbytes // (size if cut else 1)
+        return total
 
     def stack(self, name: str) -> NDArray[Any]:
         """All of the rank's experts in a layer's stacked tensor, in its own shape; as `get`."""
