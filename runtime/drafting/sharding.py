@@ -1,4 +1,4 @@
-"""What a rank keeps of a drafter: some heads, some rows of the MLP, some columns of the features, as
+"""What a rank keeps of a drafter: some heads, some rows of the MLP, some columns of features, as
 of the target. Products over what was cut are partial sums, added in rank order."""
 
 from dataclasses import replace
