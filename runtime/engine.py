@@ -135,19 +135,18 @@ class Engine:
         if share is not None:  # what will be refused is refused before anything is loaded
             share.config.check_target(_target(config))
             check(share.config)
-        ranks = ranks.on_gpus()
+        ranks, opened = ranks.on_gpus(), None
         device = torch.device("cuda", torch.cuda.current_device())
-        with Filler(memory_on(device)) as filler:
+        with ranks.waiting("opening on {} ranks failed"), Filler(memory_on(device)) as filler:
             model = Model(config, UnreadBlobs(blobs, filler), CudaBackend(config, ranks, device))
             _ = model.weights  # which says where everything goes
             filler.wait()
-        opened = None
-        if drafter is not None and share is not None:
-            weights = read_weights(
-                Path(drafter), share.whole, _target(config), torch.bfloat16, device, share.cut
-            )
-            opened = CudaDrafter(share, weights, model)
-        return cls(model, opened, CudaDecoder(model, opened))  # type: ignore[arg-type]
+            if drafter is not None and share is not None:
+                weights = read_weights(
+                    Path(drafter), share.whole, _target(config), torch.bfloat16, device, share.cut
+                )
+                opened = CudaDrafter(share, weights, model)
+            return cls(model, opened, CudaDecoder(model, opened))  # type: ignore[arg-type]
 
     @property
     def device(self) -> str:
@@ -159,10 +158,11 @@ class Engine:
         tokens that cannot be, CheckpointError where weights were changed."""
         tokens = self.checked(token_ids, 0)
         model, ops = self.model, self.model.backend
-        cache, rows = model.new_cache(len(tokens)), []
-        for i in range(0, len(tokens), PREFILL_ROWS):
-            hidden, _ = model.forward(ops.sequence(tokens[i : i + PREFILL_ROWS], i), cache)
-            rows.append(ops.gather(model.head(hidden)))
+        with ops.ranks.waiting():
+            cache, rows = model.new_cache(len(tokens)), []
+            for i in range(0, len(tokens), PREFILL_ROWS):
+                hidden, _ = model.forward(ops.sequence(tokens[i : i + PREFILL_ROWS], i), cache)
+                rows.append(ops.gather(model.head(hidden)))
         return np.concatenate(rows)
 
     def generate(
@@ -200,7 +200,8 @@ class Engine:
             draft = self._drafting(mode, budget, chain_seed, clock)
             slots = len(prompt) + max_new_tokens + (draft.most if draft else 0) + 1
             rounds = self._rounds(prompt, slots, sampling, draft, clock, keep_logits)
-        for tokens, logits in rounds:
+        ranks = self.model.backend.ranks
+        for tokens, logits in ranks.steps(rounds):
             result.target_forwards += 1
             room = max_new_tokens - len(result.tokens)
             ended = next(
@@ -214,6 +215,9 @@ class Engine:
             on_tokens(tokens)
             if len(tokens) == room or tokens[-1] in self.model.config.stop_tokens:
                 break
+        if ranks.gpus:  # the step that was launched ahead wants the others to be there
+            with ranks.waiting():
+                torch.cuda.synchronize()
         if draft:
             result.drafter_forwards = (self.decoder or draft).forwards
         result.seconds = time.perf_counter() - start
@@ -293,7 +297,9 @@ class Engine:
     def costs(self) -> CostCurve:
         """Seconds of a verify step by its rows, measured once on this machine and model."""
         if self._costs is None:
-            self._costs = self.decoder.measure() if self.decoder else measured_costs(self.model)
+            with self.model.backend.ranks.waiting():
+                decoder = self.decoder
+                self._costs = decoder.measure() if decoder else measured_costs(self.model)
         return self._costs
 
     def checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:

@@ -236,7 +236,7 @@ class CudaDecoder:
         begin = time.perf_counter()
         while entry[0] != step:
             if time.perf_counter() - begin > _PATIENCE:
-                torch.cuda.synchronize(self._ops.device)  # an error of a kernel is raised here
+                torch.cuda.current_stream(self._ops.device).query()  # raises a kernel's error
                 raise UnavailableError(f"the GPU has not ended a step in {_PATIENCE:.0f} s.")
 
     def _read(self, step: int) -> tuple[list[int], int, bool]:
