@@ -176,12 +176,15 @@ class Engine:
         *,
         chain_seed: bool = False,
         keep_logits: bool = False,
+        prompt_rows: int | None = None,
+        bucket: int | None = None,
         on_tokens: Callable[[list[int]], None] = lambda _: None,
     ) -> Generation:
         """Continue `token_ids` by `max_new_tokens` tokens, or up to a stop token (which is kept).
 
         `budget`: nodes of a draft, or "auto"; `chain_seed`: the likeliest chain comes before
-        likelier nodes; `on_tokens` is told tokens as they are committed.
+        likelier nodes; `on_tokens` is told tokens as they are committed. Of no effect on any bit:
+        `prompt_rows` tokens of the prompt a step, `bucket` rows of a GPU's step at least.
         Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
         CheckpointError where logits are not finite or weights were changed.
         """
@@ -194,12 +197,13 @@ class Engine:
         if self.decoder:
             draft = self._drafts(mode, budget, chain_seed)
             rounds = self.decoder.rounds(
-                prompt, max_new_tokens, sampling, draft, clock, keep_logits
+                prompt, max_new_tokens, sampling, draft, clock, keep_logits, bucket, prompt_rows
             )
         else:
             draft = self._drafting(mode, budget, chain_seed, clock)
             slots = len(prompt) + max_new_tokens + (draft.most if draft else 0) + 1
-            rounds = self._rounds(prompt, slots, sampling, draft, clock, keep_logits)
+            at_once = prompt_rows or PREFILL_ROWS
+            rounds = self._rounds(prompt, slots, sampling, draft, clock, keep_logits, at_once)
         ranks = self.model.backend.ranks
         for tokens, logits in ranks.steps(rounds):
             result.target_forwards += 1
@@ -259,13 +263,14 @@ class Engine:
         draft: Drafting | None,
         clock: Clock,
         keep_logits: bool,
+        at_once: int,
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
         """Committed tokens and, if they are kept, the logits each was chosen from, a target forward
         at a time."""
         model, ops, aux_layers = self.model, self.model.backend, draft.aux_layers if draft else ()
         cache, nothing = model.new_cache(slots), np.empty((0, 0), np.float32)
-        for begin in range(0, len(prompt), PREFILL_ROWS):
-            step = ops.sequence(prompt[begin : begin + PREFILL_ROWS], begin)
+        for begin in range(0, len(prompt), at_once):
+            step = ops.sequence(prompt[begin : begin + at_once], begin)
             hidden, features = model.forward(step, cache, aux_layers)
             if draft:
                 draft.commit(features)
