@@ -49,14 +49,36 @@ def place(layout: str, layer: ExpertLayer, name: str, shape: tuple[int, ...]) ->
     return bits.numpy() if tensor.device.type == "cpu" else bits
 
 
+class _Pinned:
+    """Two pinned buffers: one is filled while the other is copied to the device."""
+
+    def __init__(self) -> None:
+        self._buffers = [torch.empty(0, dtype=torch.uint8)] * 2
+        self._copied: list[torch.cuda.Event | None] = [None, None]
+        self._turn = 0
+
+    def take(self, shape: tuple[int, ...], dtype: Any, device: torch.device) -> NDArray[Any]:
+        """The other one, once it is copied."""
+        self._turn ^= 1
+        event, size = self._copied[self._turn], int(np.prod(shape)) * np.dtype(dtype).itemsize
+        if event is not None:
+            event.synchronize()
+        if self._buffers[self._turn].numel() < size:
+            with torch.cuda.device(device):  # a new thread would wake GPU 0
+                self._buffers[self._turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return self._buffers[self._turn].numpy()[:size].view(dtype).reshape(shape)
+
+    def copied(self, event: torch.cuda.Event) -> None:
+        """What was taken last is free when `event` has happened."""
+        self._copied[self._turn] = event
+
+
 class _Thread(threading.local):
-    """A thread's stream, and two pinned buffers: one is filled while the other is copied."""
+    """A thread's stream, and its buffers: what it reads, and what it cuts out of that."""
 
     def __init__(self) -> None:
         self.stream: torch.cuda.Stream | None = None
-        self.buffers: list[torch.Tensor] = [torch.empty(0, dtype=torch.uint8)] * 2
-        self.copied: list[torch.cuda.Event | None] = [None, None]
-        self.turn = 0
+        self.read, self.cut = _Pinned(), _Pinned()
 
 
 class DeviceMemory:
@@ -74,15 +96,7 @@ class DeviceMemory:
         return None
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        mine, size = self._thread, int(np.prod(shape)) * np.dtype(dtype).itemsize
-        mine.turn ^= 1
-        event = mine.copied[mine.turn]
-        if event is not None:
-            event.synchronize()
-        if mine.buffers[mine.turn].numel() < size:
-            with torch.cuda.device(self._device):  # a new thread would wake GPU 0
-                mine.buffers[mine.turn] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return mine.buffers[mine.turn].numpy()[:size].view(dtype).reshape(shape)
+        return self._thread.read.take(shape, dtype, self._device)
 
     def put(self, source: NDArray[Any], target: torch.Tensor) -> None:
         mine = self._thread
@@ -91,13 +105,17 @@ class DeviceMemory:
             mine.stream.wait_event(self._ready)
             with self._lock:
                 self._streams.append(mine.stream)
+        buffer = mine.read
+        if not source.flags.c_contiguous:  # copied from pageable memory it would be slow
+            buffer = mine.cut
+            np.copyto(cut := buffer.take(source.shape, source.dtype, self._device), source)
+            source = cut
         signed = source.view(np.dtype(f"i{source.dtype.itemsize}"))
         with torch.cuda.stream(mine.stream):
-            if not signed.flags.c_contiguous:  # a cut: compact it here, at the host's rate
-                signed = np.ascontiguousarray(signed)
             target.copy_(torch.from_numpy(signed), non_blocking=True)
-            event = mine.copied[mine.turn] = torch.cuda.Event()
+            event = torch.cuda.Event()
             event.record(mine.stream)
+        buffer.copied(event)
 
     def finish(self) -> None:
         for stream in self._streams:

@@ -157,9 +157,7 @@ def fill(
                     tensor, dims.quantization, axis, entry.shape, piece.all_rows, wanted
                 )
                 target = place(tensor.name, shape)
-            found = tuple(
-                spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
-            )
+            found = spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
             if found:
                 filler.add(
                     Transfer(
