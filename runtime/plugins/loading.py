@@ -9,7 +9,7 @@ from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import RankSlice
 from kconvert.layouts.w4a16 import W4A16
-from kconvert.runtime.plugins.filling import Filler, Transfer
+from kconvert.runtime.filling.filler import Filler, Transfer
 from kconvert.runtime.plugins.output import Blob, Output
 from kconvert.runtime.plugins.slicing import cut_axis, pieces, spans, target_shape
 

@@ -11,6 +11,7 @@ from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.experts import StackedTensor
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
+from kconvert.runtime.filling.filler import Span
 
 # Intermediate rows that lie together: a Marlin tile has 64, a word of w4a16 holds 8.
 _TILE = {"marlin": 64, "w4a16": 8}
@@ -25,13 +26,6 @@ class Piece(NamedTuple):
     all_rows: int  # of an expert in that blob
     expert_at: int  # the first of them in what is wanted
     row_at: int
-
-
-class Span(NamedTuple):
-    """Elements along the cut axis: those of a stored tensor that go to those of the target."""
-
-    stored: slice
-    target: slice
 
 
 def pieces(

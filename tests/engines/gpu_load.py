@@ -153,10 +153,11 @@ def one(case: dict[str, str]) -> None:
     run: dict[str, Any] = {"name": case["name"], "vllm": __version__}
     ours = case["name"] != "stock"
     if ours:  # as the plugin's module would be loaded by vLLM anyway
-        from kconvert.runtime.plugins import filling, vllm
+        from kconvert.runtime.filling import filler
+        from kconvert.runtime.plugins import vllm
 
         timed(vllm.KconvertLoader, "load_weights", run)
-        timed(filling.Filler, "wait", run)
+        timed(filler.Filler, "wait", run)
     else:
         timed(default_loader.DefaultModelLoader, "load_weights", run)
     timed(base_loader, "process_weights_after_loading", run)
@@ -230,8 +231,8 @@ def experts_alone(folder: Path) -> dict[str, float]:
     from kconvert.layouts.experts import STACKED
     from kconvert.layouts.sharding import RankSlice
     from kconvert.layouts.w4a16 import W4A16
+    from kconvert.runtime.filling.filler import Filler
     from kconvert.runtime.plugins.device import memory_of, place
-    from kconvert.runtime.plugins.filling import Filler
     from kconvert.runtime.plugins.loading import ExpertLayer, fill
     from kconvert.runtime.plugins.output import Output
 

@@ -91,10 +91,16 @@ def test_a_changed_config_is_refused(folder: Path) -> None:
 
 def test_what_is_imported() -> None:
     """Looking the entry points up, and the part that knows no engine: no torch, no compiler."""
-    modules = ["entry", "output", "slicing", "filling", "loading"]
+    modules = [
+        "plugins.entry",
+        "plugins.output",
+        "plugins.slicing",
+        "filling.filler",
+        "plugins.loading",
+    ]
     code = (
         "import sys\n"
-        + "".join(f"import kconvert.runtime.plugins.{name}\n" for name in modules)
+        + "".join(f"import kconvert.runtime.{name}\n" for name in modules)
         + "print(sorted({m.partition('.')[0] for m in sys.modules}))"
     )
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -16,7 +16,7 @@ from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.reader import NUMPY_BITS
 from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
 from kconvert.layouts.w4a16 import W4A16
-from kconvert.runtime.plugins.filling import Filler, HostMemory
+from kconvert.runtime.filling.filler import Filler, HostMemory
 from kconvert.runtime.plugins.loading import ExpertLayer, fill
 from kconvert.runtime.plugins.output import Output
 from kconvert.runtime.plugins.slicing import pieces
