@@ -73,6 +73,11 @@ Device = Annotated[
     DeviceName,
     typer.Option("--device", help="auto: a GPU if there is one that can."),
 ]
+# As in kconvert.layouts.registry, which is not for `--help` to load.
+LayoutName = Literal["marlin", "w4a16"]
+CacheDir = Annotated[
+    Path | None, typer.Option(parser=folder, help="huggingface_hub's cache, if not its own.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
 Verify = Annotated[

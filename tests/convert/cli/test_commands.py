@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit import KIMI_MINI, SHARD
 
-from kconvert.convert.cli import common, main
+from kconvert.convert.cli import common, smoke_generate, synth
 from kconvert.convert.doctor import diagnose
 from kconvert.convert.synth.presets import PRESETS
 from kconvert.layouts.registry import NAMES
@@ -143,9 +143,9 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
 
 def test_choices_are_what_there_is() -> None:
     """The command line names them by itself, as the modules that know them are slow to load."""
-    assert get_args(main.LayoutName) == NAMES
-    assert get_args(main.Preset) == tuple(PRESETS)
-    assert get_args(main.Mode) == MODES
+    assert get_args(common.LayoutName) == NAMES
+    assert get_args(synth.Preset) == tuple(PRESETS)
+    assert get_args(smoke_generate.Mode) == MODES
     assert get_args(common.DtypeName) == DTYPES
     assert get_args(common.DeviceName) == DEVICES
 
