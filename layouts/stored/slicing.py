@@ -1,15 +1,15 @@
-"""Which parts of which blobs make up what one rank of an engine holds of a layer. Pure.
+"""Which parts of which blobs make up what one rank of another tp and ep holds of a layer. Pure.
 
-An engine's rank needs some experts, and of each some intermediate rows; a blob holds other experts
-and rows where the folder was converted for another tp or ep. Both orders of bytes can be cut and
-joined along the intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
+A rank needs some experts, and of each some intermediate rows; a blob holds other experts and rows
+where the folder was converted for another tp or ep. Both orders of bytes can be cut and joined
+along the intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
 """
 
 from collections.abc import Iterator
 from typing import NamedTuple
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.experts import StackedTensor
+from kconvert.layouts.experts import STACKED, StackedTensor
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
 
@@ -35,14 +35,8 @@ class Span(NamedTuple):
     target: slice
 
 
-def pieces(
-    dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice
-) -> tuple[Piece, ...]:
-    """The pieces of the blobs of a conversion for `stored` that make up `wanted`, each once.
-
-    Raises UnsupportedError where they cannot be joined from these blobs.
-    """
-    _check(dims, layout, stored, wanted)
+def pieces(dims: ModelDims, stored: Parallelism, wanted: RankSlice) -> tuple[Piece, ...]:
+    """The pieces of the blobs of a conversion for `stored` that make up `wanted`, each once."""
     found = []
     for rank in range(stored.tp):
         have = rank_slice(dims, stored, rank)
@@ -109,7 +103,18 @@ def target_shape(
     return tuple(shape)
 
 
-def _check(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice) -> None:
+def reordered(
+    layout: str, tensor: StackedTensor, quantization: Quantization, have: int, want: int
+) -> bool:
+    """Whether a rank with `have` intermediate rows holds a tensor in another order than one with
+    `want` does, so that it cannot be cut and joined: marlin decides by the number of groups."""
+    cut_scale = tensor.role == "scale" and tensor.axis == "columns"
+    group = quantization.group_size
+    return layout == "marlin" and cut_scale and bool(group) and (have == group) != (want == group)
+
+
+def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice) -> None:
+    """Raise UnsupportedError where `wanted` cannot be cut and joined from these blobs alone."""
     if layout not in _TILE:
         raise UnsupportedError(
             f"the blobs have layout {layout!r:.40}, this version reads {' and '.join(_TILE)}."
@@ -123,7 +128,7 @@ def _check(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice)
     reason = None
     if wanted.rows.start % tile or wanted.rows.stop % tile:
         reason = f"{layout} cannot be cut there, only at multiples of {tile}"
-    elif layout == "marlin" and group and (have == group) != (want == group):
+    elif any(reordered(layout, tensor, dims.quantization, have, want) for tensor in STACKED):
         reason = "marlin orders the scales of w2 in another way where a rank has a single group"
     if reason:
         ep = max(1, dims.experts // len(wanted.experts))

@@ -1,4 +1,4 @@
-"""A converted model as an engine's rank sees it: its manifest, its files, each blob's header."""
+"""A converted model that is opened again: its manifest, its files, each blob's header."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
