@@ -37,23 +37,23 @@ class Span(NamedTuple):
 
 def pieces(dims: ModelDims, stored: Parallelism, wanted: RankSlice) -> tuple[Piece, ...]:
     """The pieces of the blobs of a conversion for `stored` that make up `wanted`, each once."""
-    found = []
-    for rank in range(stored.tp):
-        have = rank_slice(dims, stored, rank)
-        experts = _common(have.experts, wanted.experts)
-        rows = _common(have.rows, wanted.rows)
-        if experts and rows:
-            found.append(
-                Piece(
-                    rank=rank,
-                    experts=_from(experts, have.experts.start),
-                    rows=_from(rows, have.rows.start),
-                    all_rows=len(have.rows),
-                    expert_at=experts.start - wanted.experts.start,
-                    row_at=rows.start - wanted.rows.start,
-                )
-            )
-    return tuple(found)
+    found = (meeting(rank, rank_slice(dims, stored, rank), wanted) for rank in range(stored.tp))
+    return tuple(piece for piece in found if piece is not None)
+
+
+def meeting(rank: int, have: RankSlice, wanted: RankSlice) -> Piece | None:
+    """What of `wanted` a rank has that holds `have`."""
+    experts, rows = _common(have.experts, wanted.experts), _common(have.rows, wanted.rows)
+    if not (experts and rows):
+        return None
+    return Piece(
+        rank=rank,
+        experts=_from(experts, have.experts.start),
+        rows=_from(rows, have.rows.start),
+        all_rows=len(have.rows),
+        expert_at=experts.start - wanted.experts.start,
+        row_at=rows.start - wanted.rows.start,
+    )
 
 
 def cut_axis(layout: str, tensor: StackedTensor) -> int:
