@@ -8,9 +8,11 @@ import typer
 
 from kconvert.convert.cli.common import (
     CacheDir,
+    DryRun,
     Json,
     Layers,
     LayoutName,
+    Overwrite,
     Quiet,
     Ranks,
     Verify,
@@ -59,12 +61,8 @@ def convert(
         bool, typer.Option("--text-only", help="Leave the vision tower out.")
     ] = False,
     verify: Verify = False,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what another run wrote.")
-    ] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Print the plan; write nothing.")
-    ] = False,
+    overwrite: Overwrite = False,
+    dry_run: DryRun = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
@@ -105,7 +103,7 @@ def convert(
         show(text.plan_table(prepared), as_json, text.plan_text, quiet)
         publish.check_space(output, prepared.disk)
         return
-    with reporting(prepared.work, quiet) as meter:
+    with reporting("convert", prepared.work, quiet) as meter:
         result = carry_out(prepared, meter)
     show(text.conversion_table(result), as_json, text.conversion_text, quiet)
 
