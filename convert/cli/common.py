@@ -202,9 +202,9 @@ def progress_bar(
 
 
 @contextmanager
-def reporting(what: str, work: "Work", quiet: bool) -> Iterator["Meter"]:
-    """A meter of the command `what`, whose state is shown on stderr: every second on a terminal; in a log a line after
-    half a minute, so that an estimate is there early, and then every five."""
+def reporting(work: "Work", quiet: bool, what: str = "convert") -> Iterator["Meter"]:
+    """A meter of the command `what`, whose state is shown on stderr: every second on a terminal; in
+    a log a line after half a minute, so that an estimate is there early, and then every five."""
     from kconvert.convert.progress import Meter, status_line
 
     meter, over, live = Meter(), threading.Event(), sys.stderr.isatty()

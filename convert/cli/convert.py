@@ -103,7 +103,7 @@ def convert(
         show(text.plan_table(prepared), as_json, text.plan_text, quiet)
         publish.check_space(output, prepared.disk)
         return
-    with reporting("convert", prepared.work, quiet) as meter:
+    with reporting(prepared.work, quiet) as meter:
         result = carry_out(prepared, meter)
     show(text.conversion_table(result), as_json, text.conversion_text, quiet)
 

@@ -51,6 +51,6 @@ def reshard(
         show(text.plan_table(prepared), as_json, text.plan_text, quiet)
         publish.check_space(new, prepared.disk)
         return
-    with reporting("reshard", prepared.work, quiet) as meter:
+    with reporting(prepared.work, quiet, "reshard") as meter:
         result = run(prepared, meter)
     show(text.conversion_table(result), as_json, text.conversion_text, quiet)

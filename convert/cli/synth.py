@@ -17,7 +17,7 @@ from kconvert.convert.cli.common import (
 )
 
 # As in kconvert.convert.synth.presets, which is not for `--help` to load.
-Preset = Literal["k2.6", "kimi-mini"]
+Preset = Literal["k2.6", "k2.6-layer", "kimi-mini"]
 
 
 @explained

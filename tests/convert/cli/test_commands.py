@@ -135,7 +135,7 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     commands = ["convert", "synth", "smoke-generate", "validate", "doctor", "inspect", "finish"]
     text = "".join(kconvert(command, "--help").out for command in commands)
-    for choices in ("<marlin|w4a16>", "<k2.6|kimi-mini>", "<ar|chain|ddtree>", "float32|bfloat16"):
+    for choices in ("<marlin|w4a16>", "<k2.6|k2.6-layer|kimi-mini>", "<ar|chain|ddtree>", "float32|bfloat16"):
         assert choices in text
     assert "/ --no-" not in text and "--chain-seed" in text
     assert "--version" in (first := kconvert("--help").out) and "--show-completion" in first
