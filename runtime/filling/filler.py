@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.reader import NUMPY_BITS, Reader, Scratch
+from kconvert.layouts.stored.slicing import Span
 
 CHUNK_BYTES = 8 << 20
 HASHED_BYTES = 2 << 20  # are hashed as soon as they are read, from the processor's cache
@@ -66,13 +67,6 @@ class HostMemory:
 
     def finish(self) -> None:
         pass
-
-
-class Span(NamedTuple):
-    """Elements along the cut axis: those of a stored tensor that go to those of the target."""
-
-    stored: slice
-    target: slice
 
 
 @dataclass(frozen=True)
