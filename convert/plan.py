@@ -88,8 +88,7 @@ class Job:
         """Every source tensor this job reads, each once."""
         yield from self.copied
         for e in self.experts:
-            for matrix in self.group.experts[e]:
-                yield from matrix.tensors
+            yield from self.group.read_for(e)
 
     @property
     def shards(self) -> set[str]:
@@ -208,13 +207,13 @@ def check_accounts(plan: Plan) -> None:
     Where all ranks of a group are planned, the bytes written are the bytes read, less what is
     checked and dropped (weight_shape), plus what every rank that shares an expert needs whole.
     """
-    seen: set[str] = set()
+    seen: set[tuple[str, int, str]] = set()
     moe_tp, quantization = plan.target.parallelism.moe_tp, plan.dims.quantization
     for job in plan.jobs:
-        names = [tensor.name for tensor in job.source_tensors]
-        if len(set(names)) < len(names) or not seen.isdisjoint(names):
+        places = [(tensor.shard, tensor.start, tensor.name) for tensor in job.source_tensors]
+        if len(set(places)) < len(places) or not seen.isdisjoint(places):
             raise KconvertError(f"{job.group.name}: a tensor is planned twice; this is a bug.")
-        seen.update(names)
+        seen.update(places)
         ranks = [file for file in job.files if file.rank_slice is not None]
         if len(ranks) not in (0, plan.target.parallelism.tp):
             continue
@@ -238,21 +237,13 @@ def _files(
     group: Group, dims: ModelDims, target: Target, contents: Mapping[str, str]
 ) -> list[PlannedFile]:
     """All files of a group: the common one and, for MoE layers, one a rank."""
-    files = []
+    identity, files = group.identity(contents), []
     if group.whole:
-        content = _content(group.whole, contents)
-        files.append(_common_file(group, target, content))
+        files.append(_common_file(group, target, identity.whole))
     if group.experts:
-        tensors = (t for expert in group.experts for matrix in expert for t in matrix.tensors)
-        content = _content(tensors, contents)
         for rank in range(target.parallelism.tp):
-            files.append(_rank_file(group, dims, target, rank, content))
+            files.append(_rank_file(group, dims, target, rank, identity.experts))
     return files
-
-
-def _content(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
-    """Identity of what some tensors hold: of which shard's content, from which byte on, each."""
-    return blob.digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
 def _common_file(group: Group, target: Target, content: str) -> PlannedFile:

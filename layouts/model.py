@@ -2,11 +2,12 @@
 against its config: what the compiler plans from and the validator compares with."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import NamedTuple
 
+from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.families.agreement import disagreements
@@ -35,6 +36,18 @@ class Expert(NamedTuple):
     up: QuantizedMatrix
     down: QuantizedMatrix
 
+    @property
+    def tensors(self) -> Iterator[SourceTensor]:
+        """Of all three."""
+        return (tensor for matrix in self for tensor in matrix.tensors)
+
+
+class Identity(NamedTuple):
+    """A digest of what a group's tensors hold: of the whole ones, and of the experts'."""
+
+    whole: str
+    experts: str
+
 
 @dataclass(frozen=True)
 class Group:
@@ -52,7 +65,25 @@ class Group:
     @property
     def tensors(self) -> list[SourceTensor]:
         """All of them, the experts' last."""
-        return [*self.whole, *(t for expert in self.experts for m in expert for t in m.tensors)]
+        return [*self.whole, *(t for expert in self.experts for t in expert.tensors)]
+
+    def read_for(self, expert: int) -> Iterable[SourceTensor]:
+        """Where an expert's bytes lie: what is read to have it."""
+        return self.experts[expert].tensors
+
+    def identity(self, contents: Mapping[str, str]) -> Identity:
+        """What its tensors hold, told by each shard's identity in `contents`."""
+        experts = (tensor for expert in self.experts for tensor in expert.tensors)
+        return Identity(_identity(self.whole, contents), _identity(experts, contents))
+
+    def digest_of(self, tensor: SourceTensor) -> str | None:
+        """The digest that a whole tensor must have, where it is known beforehand."""
+        return None
+
+
+def _identity(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
+    """Of which shard's content, from which byte on, each."""
+    return digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
 @dataclass(frozen=True)

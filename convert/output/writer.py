@@ -4,7 +4,7 @@ import os
 from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from kconvert.convert.output.disk import UNSUPPORTED, naming
 from kconvert.convert.output.publish import OwnedWorkspace, publish, staging_path
@@ -31,12 +31,25 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+class Turn(Protocol):
+    """A lock, of threads or of processes."""
+
+    def acquire(self, blocking: bool = True, /) -> bool:
+        """Take it; False where it is taken and the caller does not wait."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
 class StagedFile:
     """A file that is being written, opened by its temporary name; errors tell of its final one.
-    Threads may write at once."""
 
-    def __init__(self, staged: Path, final: Path, planned: PlannedFile) -> None:
-        self.planned, self._final = planned, final
+    Several workers may write at once. The kernel lets one at a time into a file and has the others
+    spin; with `turn`, a lock that all of them share, they sleep.
+    """
+
+    def __init__(self, staged: Path, final: Path, planned: PlannedFile, turn: Turn) -> None:
+        self.planned, self._final, self._turn = planned, final, turn
         with naming(final):
             self._fd = os.open(staged, os.O_WRONLY)
             self._direct = _open_direct(staged)
@@ -60,6 +73,12 @@ class StagedFile:
             at += len(chunk)
         return Piece(tensor.name, None, state.hexdigest(), at)
 
+    def is_free(self) -> bool:
+        """Whether nobody writes it at this moment."""
+        if free := self._turn.acquire(False):
+            self._turn.release()
+        return free
+
     def close(self) -> None:
         """Close it; what was written stays."""
         os.close(self._fd)
@@ -68,15 +87,22 @@ class StagedFile:
 
     def _write(self, tensor: BlobTensor, at: int, data: memoryview) -> None:
         start = self.planned.header_bytes + tensor.offset + at
-        with naming(self._final):
-            if self._direct is not None and start % PAGE == 0 and len(data) % PAGE == 0:
-                try:
-                    _pwrite(self._direct, data, start)
-                    return
-                except OSError as error:
-                    if error.errno not in UNSUPPORTED:  # it may want another alignment
-                        raise
-            _pwrite(self._fd, data, start)
+        self._turn.acquire()
+        try:
+            with naming(self._final):
+                self._write_now(start, data)
+        finally:
+            self._turn.release()
+
+    def _write_now(self, start: int, data: memoryview) -> None:
+        if self._direct is not None and start % PAGE == 0 and len(data) % PAGE == 0:
+            try:
+                _pwrite(self._direct, data, start)
+                return
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:  # it may want another alignment
+                    raise
+        _pwrite(self._fd, data, start)
 
 
 class BlobWriter:

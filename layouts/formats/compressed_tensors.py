@@ -7,7 +7,8 @@ compressed-tensors' QuantizationConfig, QuantizationScheme and QuantizationArgs.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.fields import CONFIG_NAME, text_config
+from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.quantization import Quantization
 
 SCALE_DTYPES = ("BF16", "F16", "F32")
@@ -165,6 +167,41 @@ def quantized_matrix(
     return QuantizedMatrix(packed, scale, (shape,))
 
 
+def matrix_tensors(
+    base: str,
+    n: int,
+    k: int,
+    quantization: Quantization,
+    scale_dtype: str,
+    dropped: Mapping[str, str],
+    shard: str,
+) -> Iterator[SourceTensor]:
+    """The tensors of an [n, k] matrix under `base`, as `quantized_matrix` finds them, without a
+    place in `shard`; `dropped`: the dtype of each companion that a blob does not keep.
+
+    Raises UnsupportedError where the blob's writer dropped what is not known here.
+    """
+    if dropped.keys() != {"weight_shape"} or dropped["weight_shape"] not in SHAPE_DTYPES:
+        raise UnsupportedError(
+            f"{shard} says that {dict(dropped)!r:.80} was dropped of the source; this version knows"
+            f" weight_shape, {' or '.join(SHAPE_DTYPES)}."
+        )
+    groups = len(quantization.groups(range(k)))
+    for name, dtype, shape in (
+        ("weight_packed", "I32", (n, k // 8)),
+        ("weight_scale", scale_dtype, (n, groups)),
+        ("weight_shape", dropped["weight_shape"], (2,)),
+    ):
+        nbytes = DTYPE_BYTES[dtype] * prod(shape)
+        yield SourceTensor(f"{base}{name}", dtype, shape, shard, 0, nbytes)
+
+
+def shape_bytes(dtype: str, n: int, k: int) -> bytes:
+    """What a weight_shape tensor of this dtype says of an [n, k] matrix."""
+    width = DTYPE_BYTES[dtype]
+    return b"".join(size.to_bytes(width, "little") for size in (n, k))
+
+
 def unpack_codes(packed: NDArray[np.int32]) -> NDArray[np.int8]:
     """int32 [N, K/8] → the signed codes int8 [N, K]: nibble − 8, low nibble first."""
     nibbles = packed.view(np.uint32)[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
@@ -173,7 +210,7 @@ def unpack_codes(packed: NDArray[np.int32]) -> NDArray[np.int8]:
 
 def check_weight_shape(tensor: SourceTensor, raw: memoryview, n: int, k: int) -> None:
     """Check the stored values of a weight_shape tensor against the matrix they describe."""
-    width = 8 if tensor.dtype == "I64" else 4
+    width = DTYPE_BYTES[tensor.dtype]
     found = [int.from_bytes(raw[i : i + width], "little", signed=True) for i in (0, width)]
     if found != [n, k]:
         raise CheckpointError(

@@ -26,9 +26,10 @@ from kconvert.layouts.blob import read_blob
 from kconvert.layouts.errors import UnavailableError, UnsupportedError
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.reader import NUMPY_BITS
+from kconvert.layouts.stored.slicing import Span
 from kconvert.runtime.distributed import Ranks, all_ranks_from_environment
 from kconvert.runtime.filling.device import memory_on
-from kconvert.runtime.filling.filler import CHUNK_BYTES, Filler, Span, Transfer
+from kconvert.runtime.filling.filler import CHUNK_BYTES, Filler, Transfer
 
 GOALS = {"page cache": 0.9, "page cache, digests": 0.75, "disk": 0.95}  # of the best rate
 GOAL_GBPS = 30  # from the page cache, without digests

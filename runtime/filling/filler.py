@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +22,7 @@ from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.reader import NUMPY_BITS, Reader, Scratch
+from kconvert.layouts.stored.slicing import Span
 
 CHUNK_BYTES = 8 << 20
 HASHED_BYTES = 2 << 20  # are hashed as soon as they are read, from the processor's cache
@@ -68,13 +69,6 @@ class HostMemory:
         pass
 
 
-class Span(NamedTuple):
-    """Elements along the cut axis: those of a stored tensor that go to those of the target."""
-
-    stored: slice
-    target: slice
-
-
 @dataclass(frozen=True)
 class Transfer:
     """Experts of a stored tensor [experts, …, …] on their way into `target`, of so many axes and
@@ -93,9 +87,8 @@ class Transfer:
     @property
     def is_plain(self) -> bool:
         """Whether the target's experts are the blob's, byte for byte."""
-        length = self.entry.shape[self.axis]
-        covered = sum(s.stored.stop - s.stored.start for s in self.spans if s.stored == s.target)
-        return covered == length == self.target.shape[self.axis]
+        whole = slice(0, self.entry.shape[self.axis])
+        return self.spans == (Span(whole, whole),) and self.target.shape[self.axis] == whole.stop
 
     @property
     def expert_bytes(self) -> int:

@@ -4,7 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from kconvert.runtime.filling.filler import Filler, Span, Transfer
+from kconvert.layouts.stored.slicing import Span
+from kconvert.runtime.filling.filler import Filler, Transfer
 from kconvert.runtime.weights import NUMPY, Blobs, StoredTensor
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit import KIMI_MINI, SHARD
 
-from kconvert.convert.cli import common, main
+from kconvert.convert.cli import common, smoke_generate, synth
 from kconvert.convert.doctor import diagnose
 from kconvert.convert.synth.presets import PRESETS
 from kconvert.layouts.registry import NAMES
@@ -86,7 +86,10 @@ def test_synth_and_its_refusals(tmp_path: Path, kconvert) -> None:
     assert kconvert("convert", tmp_path / "a", tmp_path / "out", "--tp", 2).code == 0
     for arguments, words in [
         ((tmp_path / "a",), "is not an empty folder"),
-        ((tmp_path / "b", "--preset", "gpt"), "'gpt' is not one of 'k2.6', 'kimi-mini'"),
+        (
+            (tmp_path / "b", "--preset", "gpt"),
+            "'gpt' is not one of 'k2.6', 'k2.6-layer', 'kimi-mini'",
+        ),
         ((tmp_path / "b", "--preset", "kimi-mini", "--layers", "3"), "layers 0 to 2"),
         ((tmp_path / "b", "--preset", "kimi-mini", "--experts", "9"), "1 to 8"),
     ]:
@@ -135,7 +138,12 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     commands = ["convert", "synth", "smoke-generate", "validate", "doctor", "inspect", "finish"]
     text = "".join(kconvert(command, "--help").out for command in commands)
-    for choices in ("<marlin|w4a16>", "<k2.6|kimi-mini>", "<ar|chain|ddtree>", "float32|bfloat16"):
+    for choices in (
+        "<marlin|w4a16>",
+        "<k2.6|k2.6-layer|kimi-mini>",
+        "<ar|chain|ddtree>",
+        "float32|bfloat16",
+    ):
         assert choices in text
     assert "/ --no-" not in text and "--chain-seed" in text
     assert "--version" in (first := kconvert("--help").out) and "--show-completion" in first
@@ -143,9 +151,9 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
 
 def test_choices_are_what_there_is() -> None:
     """The command line names them by itself, as the modules that know them are slow to load."""
-    assert get_args(main.LayoutName) == NAMES
-    assert get_args(main.Preset) == tuple(PRESETS)
-    assert get_args(main.Mode) == MODES
+    assert get_args(common.LayoutName) == NAMES
+    assert get_args(synth.Preset) == tuple(PRESETS)
+    assert get_args(smoke_generate.Mode) == MODES
     assert get_args(common.DtypeName) == DTYPES
     assert get_args(common.DeviceName) == DEVICES
 

@@ -1,4 +1,4 @@
-"""A converted model as an engine's rank sees it: its manifest, its files, each blob's header."""
+"""A converted model that is opened again: its manifest, its files, each blob's header."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -50,7 +50,7 @@ class Output:
                 " --ranks to complete it."
             )
         self.stored = Parallelism(self.manifest.tp, self.manifest.ep)
-        config = self._sized(CONFIG_NAME)
+        config = self.sized(CONFIG_NAME)
         if digest(config.read_bytes()) != self.manifest.files[CONFIG_NAME].digest:
             raise CheckpointError(
                 f"{config} is not the one that was converted: restore it, or convert again; engines"
@@ -70,15 +70,23 @@ class Output:
         names = [name for name in self.manifest.files if name.startswith(f"{folder}/")]
         return set(layer_numbers(Path(name).stem for name in names))
 
-    def common(self, layers: Collection[int], vision: bool) -> Iterator[Blob]:
-        """The blobs of tensors that are not cut: those of `layers`, the outer ones, and those of
-        the vision tower where it is asked for."""
+    def name_of(self, blob: Blob) -> str:
+        """What the manifest calls it: its path in the folder."""
+        return blob.path.relative_to(self.folder).as_posix()
+
+    def common(self, layers: Collection[int] | None = None, vision: bool = True) -> Iterator[Blob]:
+        """The blobs of tensors that are not cut: those of `layers` (None: of all), the outer ones,
+        and those of the vision tower where it is asked for."""
         for name in self.manifest.files:
             group = Path(name).stem
             if not name.startswith(f"{COMMON_FOLDER}/"):
                 continue
             number = next(iter(layer_numbers([group])), None)
-            if number in layers if number is not None else vision or group != VISION:
+            if number is None:
+                wanted = vision or group != VISION
+            else:
+                wanted = layers is None or number in layers
+            if wanted:
                 yield self._open(name)
 
     def experts(self, layer: int, rank: int) -> Blob:
@@ -103,7 +111,7 @@ class Output:
         return blob
 
     def _open(self, name: str) -> Blob:
-        path = self._sized(name)
+        path = self.sized(name)
         try:
             header, info = read_blob(path)
         except KconvertError:  # whose advice is for a source
@@ -117,7 +125,7 @@ class Output:
             )
         return Blob(path, header, info)
 
-    def _sized(self, name: str) -> Path:
+    def sized(self, name: str) -> Path:
         """The path of a file that is there and has the manifest's size."""
         path, entry = self.folder / name, self.manifest.files.get(name)
         if entry is None:
