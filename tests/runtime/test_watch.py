@@ -9,10 +9,13 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
+from kconvert.convert import convert
 from kconvert.layouts.errors import UnavailableError
 from kconvert.runtime.watch import Watch, process_id, watch
 
+TINY = Path(__file__).parents[1] / "tiny_kimi"
 # Two ranks; rank 1 ends as it is told to, rank 0 is in a step, or comes to one later.
 RANK = """
 import os, signal, sys, time
@@ -41,8 +44,31 @@ with ranks.waiting():
         pass
 """
 
+# Both generate without end; rank 1 is killed in the middle of a step.
+PAIR = """
+import os, signal, sys, threading
+from pathlib import Path
+from kconvert.convert.cli.common import explained
+from kconvert.runtime.distributed import ranks_from_environment
+from kconvert.runtime.engine import Engine
 
-def ranks_of(script: Path, how: str) -> list[subprocess.Popen]:
+@explained
+def main():
+    blobs, drafter = map(Path, sys.argv[1:])
+    ranks = ranks_from_environment(blobs)
+    engine = Engine.open(blobs, drafter, ranks=ranks, device="cuda")
+    engine.generate([1, 2, 3], 20, "ddtree", 16)
+    if ranks.rank == 1:
+        threading.Timer(1, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    print("begins", flush=True)
+    while True:
+        engine.generate([1, 2, 3], 200, "ddtree", 16)
+
+main()
+"""
+
+
+def ranks_of(script: Path, *arguments: str | Path) -> list[subprocess.Popen]:
     """Without a launcher, who would end the survivor himself."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -51,7 +77,8 @@ def ranks_of(script: Path, how: str) -> list[subprocess.Popen]:
                    "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}  # fmt: skip
     return [
         subprocess.Popen(
-            [sys.executable, script, how], env={**environment, "RANK": str(rank)},
+            [sys.executable, script, *arguments],
+            env={**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         )
         for rank in range(2)
@@ -69,6 +96,34 @@ def test_the_survivor_ends_in_a_sentence(how: str, tmp_path: Path) -> None:
     assert survivor.returncode == (1 if how == "ended before" else 3)
     assert err == "kconvert: another rank has ended, what it said tells why.\n"
     assert out == "begins\n"
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_rank_that_dies_in_a_step_of_two_gpus(tmp_path: Path) -> None:
+    convert(TINY / "model", tmp_path / "two", tp=2)
+    (script := tmp_path / "rank.py").write_text(PAIR)
+    survivor, other = ranks_of(script, tmp_path / "two", TINY / "drafter")
+    assert other.wait(240) == -signal.SIGKILL
+    begin = time.monotonic()
+    out, err = survivor.communicate(timeout=60)
+    assert time.monotonic() - begin < 10 and out == "begins\n"
+    assert survivor.returncode == 3
+    assert "kconvert: another rank has ended" in err and "Traceback" not in err
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_a_pair_that_cannot_meet(tmp_path: Path, monkeypatch) -> None:
+    """Two ranks with one GPU between them."""
+    convert(TINY / "model", tmp_path / "two", tp=2)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    (script := tmp_path / "rank.py").write_text(
+        "import os\nos.environ['LOCAL_RANK'] = '0'\n" + PAIR
+    )
+    for rank in ranks_of(script, tmp_path / "two", TINY / "drafter"):
+        _, err = rank.communicate(timeout=120)
+        assert rank.returncode == 3 and "kconvert: " in err and "Traceback" not in err
 
 
 def test_who_is_not_waited_for_may_end() -> None:
