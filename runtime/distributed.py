@@ -68,20 +68,18 @@ class Ranks:
         """
         if self.size == 1:
             return self
-        rank, world = _launched()
-        group = _gpu_groups(self.size, world)[rank // self.size]
-        met = replace(self, gpus=group, watch=_watch(self))
-        met.meet()
-        return met
-
-    def meet(self) -> None:
-        """Exchange something through NCCL, which connects only then."""
         import torch
 
+        rank, world = _launched()
+        met = replace(self, watch=_watch(self))
         waiting = f"waiting for the GPUs of {self.size} ranks to meet through NCCL"
-        with said_if_slow(waiting, _PATIENCE), self.waiting("the GPUs of {} ranks cannot meet"):
-            self._all_gather(torch.zeros(1, device="cuda"))
-            torch.cuda.synchronize()
+        with said_if_slow(waiting, _PATIENCE):
+            with met.waiting():
+                met = replace(met, gpus=_gpu_groups(self.size, world)[rank // self.size])
+            with met.waiting("the GPUs of {} ranks cannot meet"):
+                met._all_gather(torch.zeros(1, device="cuda"))  # NCCL connects only now
+                torch.cuda.synchronize()
+        return met
 
     @contextmanager
     def waiting(self, failed: str = "a step of {} ranks failed") -> Iterator[None]:

@@ -113,14 +113,13 @@ def test_a_rank_that_dies_in_a_step_of_two_gpus(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
-def test_a_pair_that_cannot_meet(tmp_path: Path, monkeypatch) -> None:
-    """Two ranks with one GPU between them."""
+@pytest.mark.parametrize("given", ["0", "0,1"], ids=["one GPU", "the same GPU"])
+def test_a_pair_that_cannot_meet(given: str, tmp_path: Path, monkeypatch) -> None:
+    """The second rank has no GPU, or the first one's."""
     convert(TINY / "model", tmp_path / "two", tp=2)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    (script := tmp_path / "rank.py").write_text(
-        "import os\nos.environ['LOCAL_RANK'] = '0'\n" + PAIR
-    )
+    same = "import os; os.environ['LOCAL_RANK'] = '0'\n" if given == "0,1" else ""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    (script := tmp_path / "rank.py").write_text(same + PAIR)
     for rank in ranks_of(script, tmp_path / "two", TINY / "drafter"):
         _, err = rank.communicate(timeout=120)
         assert rank.returncode == 3 and "kconvert: " in err and "Traceback" not in err
