@@ -95,6 +95,10 @@ class Ranks:
                 f"the GPU's memory is used up ({_first_line(error)}): give shorter texts, or"
                 " convert for more ranks."
             ) from error
+        except UnavailableError:
+            if self.gpus:
+                leave_at_exit()
+            raise
         except RuntimeError as error:
             if self.gpus is None:
                 raise

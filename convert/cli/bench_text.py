@@ -130,6 +130,8 @@ def load_text(table: dict[str, Any]) -> str:
             f" {row['gbps']:>8.2f} {row['of_best']:>9.2f} {table['goals'][kind]:>7.2f}"
             f" {row['slowest_rank']:>14.2f}"
         )
+    if table["card"]:
+        lines.append(f"and {table['goals']['GB/s']} GB/s from the page cache without digests")
     return "\n".join(lines)
 
 

@@ -1,7 +1,7 @@
 """Texts for `bench exact` that its prompts are too short for: long contexts that end around every
 kind of boundary, prompts in steps of other sizes, texts resumed in the middle, buckets, reruns."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,7 +57,7 @@ def cases(engine: Engine, longest: int) -> list[Case]:
 
 def rows_of(
     engine: Engine, text: Sequence[int], made: Sequence[Case], mine: slice, temperature: float
-) -> Iterator[dict[str, Any]]:
+) -> list[dict[str, Any]]:
     """A row for each kind and mode, of the cases `mine`: tokens compared, and by key the first
     position that differs. Cases that a stop token came before are left out."""
     base: dict[str, Any] = {"temperature": temperature, "seed": 1, "keep_logits": True}
@@ -83,7 +83,7 @@ def rows_of(
         )
         later = Generation(tokens=truth.tokens[case.cut :], logits=truth.logits[case.cut :])
         compare(engine, row, case.key, found, later, len(prompt))
-    yield from rows.values()
+    return list(rows.values())
 
 
 def compare(

@@ -63,7 +63,7 @@ def test_longer_texts(engine) -> None:
     every bucket, and the slots that each step leaves: what `bench exact` runs beside its prompts.
     """
     text = list(islice(cycle(token for prompt in PROMPTS for token in prompt), 8192))
-    found = list(rows_of(engine, text, cases(engine, len(text)), slice(None), 0.8))
+    found = rows_of(engine, text, cases(engine, len(text)), slice(None), 0.8)
     assert {row["what"] for row in found} == {
         "context", "prompt rows", "resumed after", "again", "bucket",
     }  # fmt: skip
