@@ -9,7 +9,8 @@ import numpy as np
 from kconvert.convert.expert import LoadedExpert, load, refuse_changed
 from kconvert.convert.oddities import Oddity
 from kconvert.convert.output.writer import Piece, StagedFile
-from kconvert.convert.plan import Job, PlannedTensor
+from kconvert.convert.plan import Job
+from kconvert.convert.planned import PlannedTensor
 from kconvert.convert.progress import Meter, Recorder
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.experts import Cut
@@ -43,9 +44,8 @@ class Packer:
         """`task_count(job)` tasks, always in the same order: one a whole tensor, and one an expert
         for all the ranks that hold it."""
         for file in files:
-            if file.planned.rank_slice is None:
-                for tensor in file.planned.tensors:
-                    yield partial(self._copy, job.group, file, tensor)
+            for tensor in file.planned.copied:
+                yield partial(self._copy, job.group, file, tensor)
         for index in job.experts:
             owners = [
                 (file, part.experts.index(index))
@@ -74,9 +74,9 @@ class Packer:
         pieces = []
         for file, local in owners:
             with self._meter.busy("convert", count // len(owners)):
-                packed = [self._pack(tensor, expert) for tensor in file.planned.tensors]
+                packed = [self._pack(tensor, expert) for tensor in file.planned.stacked]
             with self._meter.busy("write", sum(map(len, packed))):
-                written = file.write_expert(file.planned.blob_tensors, local, packed)
+                written = file.write_expert(local, packed)
             pieces += [(file.planned.path, piece) for piece in written]
         return Done(expert.bytes_read, pieces, odd)
 

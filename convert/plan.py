@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kconvert.convert.planned import PlannedFile, PlannedTensor
 from kconvert.convert.share import Share
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo, BlobTensor, Sharding
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
-from kconvert.layouts.experts import STACKED, W13_ROWS, Cut
+from kconvert.layouts.experts import STACKED, W13_ROWS
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import VISION, Group, Model, layer_name, layer_numbers, ranges
 from kconvert.layouts.sharding import (
@@ -35,36 +36,6 @@ class Target(NamedTuple):
     commit: str | None = None
 
 
-class PlannedTensor(NamedTuple):
-    """A tensor of a blob to be, and what it is made of: a source tensor that is copied, or what
-    `Cut` takes out of every local expert."""
-
-    blob: BlobTensor
-    source: SourceTensor | Cut
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A blob to be: its path under the output, tensors with offsets, and size in bytes."""
-
-    path: str
-    tensors: tuple[PlannedTensor, ...]
-    info: BlobInfo  # with blank digests
-    rank_slice: RankSlice | None  # None: the tensors are whole, the file is common to all ranks
-    header_bytes: int
-    nbytes: int
-
-    @property
-    def rank(self) -> int | None:
-        """Whose it is; None where it is common."""
-        return self.info.sharding and self.info.sharding.rank
-
-    @property
-    def blob_tensors(self) -> tuple[BlobTensor, ...]:
-        """Its tensors as the header lists them."""
-        return tuple(tensor.blob for tensor in self.tensors)
-
-
 @dataclass(frozen=True)
 class Job:
     """A group and the files it is converted into: the unit that is published together."""
@@ -74,8 +45,9 @@ class Job:
 
     @property
     def copied(self) -> tuple[SourceTensor, ...]:
-        """The source tensors that go unchanged into this job's common file, if it has one."""
-        return self.group.whole if any(f.rank_slice is None for f in self.files) else ()
+        """The source tensors that go unchanged into files of this job."""
+        tensors = (tensor.source for file in self.files for tensor in file.copied)
+        return tuple(source for source in tensors if isinstance(source, SourceTensor))
 
     @property
     def experts(self) -> list[int]:
@@ -217,7 +189,8 @@ def check_accounts(plan: Plan) -> None:
         ranks = [file for file in job.files if file.rank_slice is not None]
         if len(ranks) not in (0, plan.target.parallelism.tp):
             continue
-        read = sum(tensor.nbytes for tensor in job.copied)
+        whole = job.group.whole if any(file.copied for file in job.files) else ()
+        read = sum(tensor.nbytes for tensor in whole)
         for stacked in STACKED:
             copies = stacked.copies(quantization, moe_tp)
             read += copies * sum(
