@@ -1,6 +1,7 @@
 """Carrying a plan out: every source tensor is read once, packed for all ranks, written once.
 
-Memory: a worker holds one expert (three matrices with scales) and one rank's piece of it, or one
+Memory: a worker holds one expert (its matrices, in the plain order too where they are stored in
+another) and one rank's piece of it, or one
 chunk of a whole tensor; so at most
 
     workers × (expert bytes + rank piece bytes + CHUNK_BYTES)
@@ -36,8 +37,8 @@ def memory_bound(plan: Plan, workers: int) -> int:
     expert = piece = 0
     for job in plan.jobs:
         if job.experts:
-            matrices = job.group.experts[0]
-            expert = max(expert, sum(t.nbytes for matrix in matrices for t in matrix.tensors))
+            read = sum(tensor.nbytes for tensor in job.group.experts[0].tensors)
+            expert = max(expert, plan.format.copies * read)
         for file in job.files:
             if file.rank_slice is not None:
                 piece = max(piece, sum(t.nbytes // t.experts for t in file.blob_tensors))

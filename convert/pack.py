@@ -9,15 +9,16 @@ from numpy.typing import NDArray
 
 from kconvert.convert.oddities import Oddity, look_at
 from kconvert.convert.output.writer import Piece, StagedFile
-from kconvert.convert.plan import Job, PlannedTensor
+from kconvert.convert.plan import Job, Plan, PlannedTensor
 from kconvert.convert.progress import Meter, Recorder
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.experts import Cut
-from kconvert.layouts.formats.compressed_tensors import check_weight_shape
+from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.experts import PROJECTIONS, Cut, Projection
+from kconvert.layouts.formats.format import Expert
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.model import Expert
+from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
-from kconvert.layouts.scan import all_one_code, scan_scales
+from kconvert.layouts.scan import all_one_code, cast_to_bf16, scan_scales
 
 
 class Done(NamedTuple):
@@ -29,13 +30,15 @@ class Done(NamedTuple):
 
 
 Task = Callable[[], Done]
+_Plain = dict[tuple[Projection, Role], NDArray[Any]]
 
 
 class Packer:
     """Turns a job into tasks that can run at once, each with buffers of its thread alone."""
 
-    def __init__(self, layout: Layout, reader: Reader, meter: Meter | Recorder) -> None:
-        self._layout = layout
+    def __init__(self, plan: Plan, reader: Reader, meter: Meter | Recorder) -> None:
+        self._layout, self._scale_dtype = plan.target.layout, plan.target.scale_dtype
+        self._format, self._dims = plan.format, plan.dims
         self._reader = reader
         self._meter = meter
         self._scratch = Scratch()
@@ -76,7 +79,7 @@ class Packer:
             pieces += [(file.planned.path, piece) for piece in written]
         return Done(count, pieces, odd)
 
-    def _pack(self, tensor: PlannedTensor, loaded: dict[Any, NDArray[Any]]) -> memoryview:
+    def _pack(self, tensor: PlannedTensor, loaded: _Plain) -> memoryview:
         """One expert's part of a stacked tensor, until the next of its name is packed."""
         assert isinstance(tensor.source, Cut)
         role, name = tensor.source.tensor.role, tensor.source.tensor.name
@@ -85,30 +88,54 @@ class Packer:
             self._layout.pack_into(role, loaded[projection, role], rows, columns, out, at)
         return memoryview(out).cast("B")
 
-    def _load(self, expert: Expert) -> tuple[int, dict[Any, NDArray[Any]], list[Oddity]]:
-        """Bytes read; by projection and role codes int32 [N, K/8] and scale bits [N, G]; and what
-        is odd about them. What is dropped is checked."""
-        parts, loaded = [], {}
-        dropped: list[tuple[SourceTensor, NDArray[Any], tuple[int, ...]]] = []
-        for projection, matrix in expert._asdict().items():
-            for role in ("code", "scale"):
-                tensor = getattr(matrix, role)
-                purpose, dtype = f"{projection} {role}", NUMPY_BITS[tensor.dtype]
-                loaded[projection, role] = self._scratch.take(purpose, tensor.shape, dtype)
-                parts.append((tensor, loaded[projection, role]))
-            for i, tensor in enumerate(matrix.dropped):
-                raw = self._scratch.take(f"{projection} {i}", (tensor.nbytes,), np.uint8)
-                parts.append((tensor, raw))
-                dropped.append((tensor, raw, matrix.code.shape))
+    def _load(self, expert: Expert) -> tuple[int, _Plain, list[Oddity]]:
+        """Bytes read; the plain arrays by projection and role; and what is odd about them. What is
+        dropped is checked."""
+        parts: list[tuple[SourceTensor, NDArray[Any]]] = []
+        stored: dict[SourceTensor, NDArray[Any]] = {}
+        for i, tensor in enumerate(expert.tensors):
+            array = self._scratch.take(f"source {i}", tensor.shape, NUMPY_BITS[tensor.dtype])
+            parts.append((tensor, array))
+            stored[tensor] = array
         with self._meter.busy("read", sum(tensor.nbytes for tensor, _ in parts)):
             count = self._reader.read_together(parts)
-        odd: list[Oddity] = []
         with self._meter.busy("convert"):
-            for projection, matrix in expert._asdict().items():
-                odd += look_at(matrix, loaded[projection, "code"], loaded[projection, "scale"])
-            for tensor, raw, (rows, words) in dropped:
-                check_weight_shape(tensor, memoryview(raw), rows, 8 * words)
-        return count, loaded, odd
+            return count, *self._understood(expert, stored)
+
+    def _understood(
+        self, expert: Expert, stored: dict[SourceTensor, NDArray[Any]]
+    ) -> tuple[_Plain, list[Oddity]]:
+        plain: _Plain = {}
+        odd: list[Oddity] = []
+        n, k = self._dims.intermediate, self._dims.hidden
+        for projection, matrix in zip(PROJECTIONS, expert, strict=True):
+            for role, tensor in matrix.by_role.items():
+                plain[projection, role] = self._format.plain(
+                    projection, role, tensor, stored[tensor], self._scratch.take
+                )
+            for tensor in matrix.dropped:
+                shape = (k, n) if projection == "down" else (n, k)
+                self._format.check_dropped(tensor, stored[tensor], *shape)
+            codes, scales = plain[projection, "code"], plain[projection, "scale"]
+            odd += look_at(matrix, self._dims.quantization, codes, scales)
+            if self._scale_dtype not in (None, matrix.scale.dtype):
+                cast, oddity = self._cast(projection, matrix.scale, scales)
+                plain[projection, "scale"] = cast
+                odd += oddity
+        return plain, odd
+
+    def _cast(
+        self, projection: Projection, tensor: SourceTensor, scales: NDArray[Any]
+    ) -> tuple[NDArray[np.uint16], list[Oddity]]:
+        """Scales as bf16's bits, and how many are not what they were."""
+        out = self._scratch.take(f"cast {projection}", scales.shape, np.uint16)
+        lost = cast_to_bf16(scales, tensor.dtype, out)
+        if scan_scales(out, "BF16").not_finite is not None:
+            raise CheckpointError(
+                f"{tensor.shard}, tensor {tensor.name}: a scale is too large for bfloat16: convert"
+                " without --scale-dtype."
+            )
+        return out, [Oddity("rounded", tensor.name, lost)] if lost else []
 
 
 def task_count(job: Job) -> int:
@@ -118,16 +145,19 @@ def task_count(job: Job) -> int:
 
 def warm_up(layout: Layout) -> None:
     """Compile what packing needs, or load it: once, before there are several who would."""
-    n, k = 64, 128
-    codes = np.zeros((n, k // 8), np.int32)
-    all_one_code(codes)
-    layout.pack_into(
-        "code", codes, range(n), range(k), np.zeros(layout.shape("code", n, k), np.int32), 0
-    )
-    shape = layout.shape("scale", n, k)
-    groups = len(layout.quantization.groups(range(k)))
-    for dtype in ("BF16", "F32"):
-        bits = NUMPY_BITS[dtype]
-        scales = np.zeros((n, groups), bits)
-        scan_scales(scales, dtype)
-        layout.pack_into("scale", scales, range(n), range(k), np.zeros(shape, bits), 0)
+    n, k, quantization = 64, 128, layout.quantization
+    for role in quantization.roles:
+        for dtype in _dtypes_of(role, quantization):
+            source = np.zeros(quantization.plain_shape(role, n, k), dtype)
+            out = np.zeros(layout.shape(role, n, k), dtype)
+            layout.pack_into(role, source, range(n), range(k), out, 0)
+            if role == "code":
+                all_one_code(source, quantization.bits)
+            elif role == "scale":
+                scan_scales(source, next(d for d in NUMPY_BITS if NUMPY_BITS[d] == dtype))
+
+
+def _dtypes_of(role: Role, quantization: Quantization) -> tuple[Any, ...]:
+    if role == "scale":
+        return (np.uint8,) if quantization.scheme == "mxfp4" else (np.uint16, np.uint32)
+    return (np.uint16,) if role == "bias" else (np.int32,)
