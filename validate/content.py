@@ -78,7 +78,7 @@ class ExpertCheck:
         self._scale_dtype = "" if expert is None else expert.gate.scale.dtype
         stored = {
             tensor: self._read(shards, f"source {i}", tensor)
-            for i, tensor in enumerate(() if expert is None else expert.tensors)
+            for i, tensor in enumerate(() if expert is None else expert.kept)
         }
         self._source = {
             (projection, role): format.plain(projection, role, tensor, stored[tensor], scratch.take)

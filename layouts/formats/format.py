@@ -62,6 +62,11 @@ class Expert(NamedTuple):
         """All of them."""
         return [tensor for matrix in self.stored for tensor in matrix.tensors]
 
+    @property
+    def kept(self) -> list[SourceTensor]:
+        """Those that are not only checked."""
+        return [tensor for matrix in self.stored for tensor in matrix.by_role.values()]
+
 
 class Kind(NamedTuple):
     """What a tensor may be: one of some dtypes, and a shape."""
