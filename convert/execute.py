@@ -1,6 +1,7 @@
 """Carrying a plan out: every source tensor is read once, packed for all ranks, written once.
 
-Memory: a worker holds one expert (three matrices with scales) and one rank's piece of it, or one
+Memory: a worker holds one expert (its matrices, in the plain order too where they are stored in
+another) and one rank's piece of it, or one
 chunk of a whole tensor; so at most
 
     workers × (expert bytes + rank piece bytes + CHUNK_BYTES)
@@ -37,7 +38,7 @@ def memory_bound(plan: Plan, workers: int) -> int:
     expert = piece = 0
     for job in plan.jobs:
         if job.experts:
-            expert = max(expert, memory_of_expert(job.group, plan.target.layout))
+            expert = max(expert, memory_of_expert(job.group, plan))
         for file in job.files:
             piece = max(piece, sum(t.blob.nbytes // t.blob.experts for t in file.stacked))
     return workers * (expert + piece + CHUNK_BYTES)

@@ -6,14 +6,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.convert.oddities import Oddity, look_at
+from kconvert.convert.plan import Plan
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.experts import Cut, StackedTensor
-from kconvert.layouts.formats.compressed_tensors import check_weight_shape
+from kconvert.layouts.experts import PROJECTIONS, Cut, Projection, StackedTensor
+from kconvert.layouts.formats.format import Expert
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.model import Expert, Group
+from kconvert.layouts.model import Group
+from kconvert.layouts.quantization import Role
 from kconvert.layouts.reader import NUMPY_BITS, Reader, Scratch
+from kconvert.layouts.scan import cast_to_bf16, scan_scales
 from kconvert.layouts.sharding import RankSlice
 from kconvert.layouts.stored.checkpoint import Part, StoredGroup
 from kconvert.layouts.stored.slicing import cut_axis, meeting, reordered, spans
@@ -26,60 +29,79 @@ class LoadedExpert(Protocol):
     bytes_read: int
 
     def check(self) -> list[Oddity]:
-        """What is odd about it. Raises CheckpointError where it is damaged."""
+        """Before anything is taken: what is odd about it. Raises CheckpointError where it is
+        damaged."""
 
-    def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
-        """Write what `cut` takes of it into `out`, in the order of `layout`."""
+    def fill(self, cut: Cut, out: NDArray[Any]) -> None:
+        """Write what `cut` takes of it into `out`, in the order of the plan's layout."""
 
 
-def load(group: Group, index: int, reader: Reader, scratch: Scratch) -> LoadedExpert:
+def load(group: Group, index: int, plan: Plan, reader: Reader, scratch: Scratch) -> LoadedExpert:
     """Read an expert of a group, with whatever belongs to it."""
     if isinstance(group, StoredGroup):
-        return _FromBlobs(group, index, reader, scratch)
-    return _FromCheckpoint(group.experts[index], reader, scratch)
+        return _FromBlobs(group, index, plan.target.layout, reader, scratch)
+    return _FromCheckpoint(group.experts[index], plan, reader, scratch)
 
 
 class _FromCheckpoint:
-    """By projection and role codes int32 [N, K/8] and scale bits [N, G]."""
+    """Its tensors as the checkpoint has them, and when they are checked in plain order."""
 
-    def __init__(self, expert: Expert, reader: Reader, scratch: Scratch) -> None:
-        self._expert = expert
-        self._loaded: dict[tuple[str, str], NDArray[Any]] = {}
-        self._dropped: list[tuple[SourceTensor, NDArray[Any], tuple[int, ...]]] = []
-        parts = []
-        for projection, matrix in expert._asdict().items():
-            for role in ("code", "scale"):
-                tensor = getattr(matrix, role)
-                purpose, dtype = f"{projection} {role}", NUMPY_BITS[tensor.dtype]
-                self._loaded[projection, role] = scratch.take(purpose, tensor.shape, dtype)
-                parts.append((tensor, self._loaded[projection, role]))
-            for i, tensor in enumerate(matrix.dropped):
-                raw = scratch.take(f"{projection} {i}", (tensor.nbytes,), np.uint8)
-                parts.append((tensor, raw))
-                self._dropped.append((tensor, raw, matrix.code.shape))
-        self.bytes_read = reader.read_together(parts)
+    def __init__(self, expert: Expert, plan: Plan, reader: Reader, scratch: Scratch) -> None:
+        self._expert, self._plan, self._scratch = expert, plan, scratch
+        self._stored: dict[SourceTensor, NDArray[Any]] = {}
+        self._plain: dict[tuple[Projection, Role], NDArray[Any]] = {}
+        for i, tensor in enumerate(expert.tensors):
+            dtype = NUMPY_BITS[tensor.dtype]
+            self._stored[tensor] = scratch.take(f"source {i}", tensor.shape, dtype)
+        self.bytes_read = reader.read_together(self._stored.items())
 
     def check(self) -> list[Oddity]:
         odd: list[Oddity] = []
-        for projection, matrix in self._expert._asdict().items():
-            codes, scales = (self._loaded[projection, role] for role in ("code", "scale"))
-            odd += look_at(matrix, codes, scales)
-        for tensor, raw, (rows, words) in self._dropped:
-            check_weight_shape(tensor, memoryview(raw), rows, 8 * words)
+        dims, format, wanted = self._plan.dims, self._plan.format, self._plan.target.scale_dtype
+        n, k, plain = dims.intermediate, dims.hidden, self._plain
+        for projection, matrix in zip(PROJECTIONS, self._expert, strict=True):
+            for role, tensor in matrix.by_role.items():
+                stored = self._stored[tensor]
+                plain[projection, role] = format.plain(
+                    projection, role, tensor, stored, self._scratch.take
+                )
+            for tensor in matrix.dropped:
+                shape = (k, n) if projection == "down" else (n, k)
+                format.check_dropped(tensor, self._stored[tensor], *shape)
+            codes, scales = plain[projection, "code"], plain[projection, "scale"]
+            odd += look_at(matrix, dims.quantization, codes, scales)
+            if wanted not in (None, matrix.scale.dtype):
+                plain[projection, "scale"], oddity = self._cast(projection, matrix.scale, scales)
+                odd += oddity
         return odd
 
-    def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
-        role = cut.tensor.role
+    def _cast(
+        self, projection: Projection, tensor: SourceTensor, scales: NDArray[Any]
+    ) -> tuple[NDArray[np.uint16], list[Oddity]]:
+        """Scales as bf16's bits, and how many are not what they were."""
+        out = self._scratch.take(f"cast {projection}", scales.shape, np.uint16)
+        lost = cast_to_bf16(scales, tensor.dtype, out)
+        if scan_scales(out, "BF16").not_finite is not None:
+            raise CheckpointError(
+                f"{tensor.shard}, tensor {tensor.name}: a scale is too large for bfloat16: convert"
+                " without --scale-dtype."
+            )
+        return out, [Oddity("rounded", tensor.name, lost)] if lost else []
+
+    def fill(self, cut: Cut, out: NDArray[Any]) -> None:
+        role, layout = cut.tensor.role, self._plan.target.layout
         for projection, rows, columns, at in cut.parts:
-            layout.pack_into(role, self._loaded[projection, role], rows, columns, out, at)
+            layout.pack_into(role, self._plain[projection, role], rows, columns, out, at)
 
 
 class _FromBlobs:
     """Parts as they lie in blobs. They are cut and joined as they are where that gives the order
     that is wanted, else unpacked first."""
 
-    def __init__(self, group: StoredGroup, index: int, reader: Reader, scratch: Scratch) -> None:
-        self._group, self._index, self._scratch = group, index, scratch
+    def __init__(
+        self, group: StoredGroup, index: int, layout: Layout, reader: Reader, scratch: Scratch
+    ) -> None:
+        self._group, self._index, self._layout, self._scratch = group, index, layout, scratch
         self._parts: dict[StackedTensor, list[tuple[Part, NDArray[Any]]]] = {}
         self._whole: dict[StackedTensor, NDArray[Any]] = {}
         places = []
@@ -97,19 +119,19 @@ class _FromBlobs:
             refuse_changed(part.place, found, part.digest, f", expert {self._index}")
         return []
 
-    def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
-        tensor, rows = cut.tensor, cut.intermediate
+    def fill(self, cut: Cut, out: NDArray[Any]) -> None:
+        tensor, rows, layout = cut.tensor, cut.intermediate, self._layout
         parts = self._parts[tensor]
         if _as_they_lie(self._group, layout, tensor, len(parts[0][0].rows), len(rows)):
             self._join(parts, layout, tensor, rows, out)
             return
         whole = self._unpacked(tensor)
-        matrices = whole.reshape(len(cut.parts), -1, whole.shape[1])
+        matrices = whole.reshape(len(cut.parts), -1, *whole.shape[1:])
         for matrix, (_, source_rows, columns, at) in zip(matrices, cut.parts, strict=True):
             layout.pack_into(tensor.role, matrix, source_rows, columns, out, at)
 
     def _unpacked(self, tensor: StackedTensor) -> NDArray[Any]:
-        """All of a stacked tensor as the checkpoint orders a matrix, which w4a16 does too."""
+        """All of a stacked tensor in plain order, which is w4a16's."""
         if tensor not in self._whole:
             stored, dims = self._group.layout, self._group.dims
             order, rows = W4A16(dims.quantization), range(dims.intermediate)
@@ -132,13 +154,16 @@ class _FromBlobs:
         out: NDArray[Any],
     ) -> None:
         """Copy what each part, in the order of `layout`, has of the intermediate `rows`."""
+        quantization = self._group.dims.quantization
+        if tensor.copies(quantization, 2) == 2:  # every rank has all of it
+            out[...] = parts[0][1]
+            return
         by_rows = cut_axis(layout.name, tensor) == 1  # behind the experts'
         for part, array in parts:
             piece = meeting(part.rank, RankSlice(range(1), part.rows), RankSlice(range(1), rows))
             if piece is None:
                 continue
             length = array.shape[0 if by_rows else 1]
-            quantization = self._group.dims.quantization
             for stored, target in spans(tensor, quantization, piece, length, len(rows)):
                 if by_rows:
                     out[target] = array[stored]
@@ -165,9 +190,10 @@ def refuse_changed(tensor: SourceTensor, found: str, wanted: str | None, which: 
         )
 
 
-def memory_bound(group: Group, layout: Layout) -> int:
-    """Upper bound in bytes of what a loaded expert holds while it is packed for `layout`."""
+def memory_bound(group: Group, plan: Plan) -> int:
+    """Upper bound in bytes of what a loaded expert holds while it is packed."""
     read = sum(tensor.nbytes for tensor in group.read_for(0))
-    if isinstance(group, StoredGroup) and layout.name != group.layout.name:
-        return 3 * read  # as it was read, unpacked part by part, and as a whole
-    return read
+    if not isinstance(group, StoredGroup):
+        return plan.format.copies * read
+    # As it was read; and where the layouts differ unpacked part by part, and as a whole.
+    return read if plan.target.layout.name == group.layout.name else 3 * read

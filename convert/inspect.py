@@ -20,11 +20,11 @@ from kconvert.layouts.checkpoint import (
 )
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
 from kconvert.layouts.families.config_keys import mention_of, warnings_of
-from kconvert.layouts.families.deepseek_v3 import unknown_config_keys
+from kconvert.layouts.families.known import unknown_config_keys
 from kconvert.layouts.fields import CONFIG_NAME, text_config
 from kconvert.layouts.header import Header, TensorEntry, read_header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, read_manifest
-from kconvert.layouts.model import groups_text, read_model
+from kconvert.layouts.model import groups_text, layer_name, read_model
 
 DRAFTER = "DFlashDraftModel"  # the architecture, as in kconvert.runtime.drafting
 _RANK_FOLDER = re.compile(r"rank-\d{5}-of-\d{5}")
@@ -199,19 +199,27 @@ def _drafter(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     absent = sorted(set(checkpoint.absent.values()))
     unknown = unknown_config_keys(checkpoint.config)
+    warnings: list[str] = []
     facts: dict[str, Any] = {"model_type": text_config(checkpoint.config).get("model_type")}
     try:
         model = read_model(checkpoint)
     except KconvertError as error:
         facts["refused"] = str(error)
     else:
+        warnings = model.family.warnings
         facts |= {
             "layers": model.dims.layers,
-            "dense_layers": min(model.dims.first_moe, model.dims.layers),
+            "dense_layers": sum(
+                not model.groups[layer_name(layer)].experts
+                if (is_moe := model.dims.is_moe(layer)) is None
+                else not is_moe
+                for layer in range(model.dims.layers)
+            ),
             "routed_experts": model.dims.experts,
             "hidden_size": model.dims.hidden,
             "moe_intermediate_size": model.dims.intermediate,
-            "quantization": f"INT4, symmetric, {model.dims.quantization}",
+            "quantization": model.dims.quantization.text,
+            "format": model.family.format.name,
             "groups_here": groups_text(n for n, group in model.groups.items() if not group.absent),
         }
     dtypes = _dtypes(checkpoint.tensors.values())
@@ -223,7 +231,7 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "missing_shards": absent,
         "small_files": ", ".join(checkpoint.small_files),
         "ignored": [*checkpoint.ignored, *mention_of(unknown)],
-        "warnings": warnings_of(unknown),
+        "warnings": [*warnings, *warnings_of(unknown)],
     }
 
 

@@ -2,20 +2,21 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from kconvert.convert.expert import LoadedExpert, load, refuse_changed
 from kconvert.convert.oddities import Oddity
 from kconvert.convert.output.writer import Piece, StagedFile
-from kconvert.convert.plan import Job
+from kconvert.convert.plan import Job, Plan
 from kconvert.convert.planned import PlannedTensor
 from kconvert.convert.progress import Meter, Recorder
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.experts import Cut
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import Group
+from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
 from kconvert.layouts.scan import all_one_code, scan_scales
 
@@ -34,8 +35,8 @@ Task = Callable[[], Done]
 class Packer:
     """Turns a job into tasks that can run at once, each with buffers of its thread alone."""
 
-    def __init__(self, layout: Layout, reader: Reader, meter: Meter | Recorder) -> None:
-        self._layout = layout
+    def __init__(self, plan: Plan, reader: Reader, meter: Meter | Recorder) -> None:
+        self._plan = plan
         self._reader = reader
         self._meter = meter
         self._scratch = Scratch()
@@ -68,7 +69,7 @@ class Packer:
         """Pack an expert for every file; the numbers are its index among theirs."""
         count = sum(tensor.nbytes for tensor in group.read_for(index))
         with self._meter.busy("read", count):
-            expert = load(group, index, self._reader, self._scratch)
+            expert = load(group, index, self._plan, self._reader, self._scratch)
         with self._meter.busy("convert"):
             odd = expert.check()
         pieces = []
@@ -85,7 +86,7 @@ class Packer:
         assert isinstance(tensor.source, Cut)
         name, shape = tensor.source.tensor.name, tensor.blob.shape[1:]
         out = self._scratch.take(name, shape, NUMPY_BITS[tensor.blob.dtype])
-        expert.fill(tensor.source, self._layout, out)
+        expert.fill(tensor.source, out)
         return memoryview(out).cast("B")
 
 
@@ -96,16 +97,19 @@ def task_count(job: Job) -> int:
 
 def warm_up(layout: Layout) -> None:
     """Compile what packing needs, or load it: once, before there are several who would."""
-    n, k = 64, 128
-    codes = np.zeros((n, k // 8), np.int32)
-    all_one_code(codes)
-    layout.pack_into(
-        "code", codes, range(n), range(k), np.zeros(layout.shape("code", n, k), np.int32), 0
-    )
-    shape = layout.shape("scale", n, k)
-    groups = len(layout.quantization.groups(range(k)))
-    for dtype in ("BF16", "F32"):
-        bits = NUMPY_BITS[dtype]
-        scales = np.zeros((n, groups), bits)
-        scan_scales(scales, dtype)
-        layout.pack_into("scale", scales, range(n), range(k), np.zeros(shape, bits), 0)
+    n, k, quantization = 64, 128, layout.quantization
+    for role in quantization.roles:
+        for dtype in _dtypes_of(role, quantization):
+            source = np.zeros(quantization.plain_shape(role, n, k), dtype)
+            out = np.zeros(layout.shape(role, n, k), dtype)
+            layout.pack_into(role, source, range(n), range(k), out, 0)
+            if role == "code":
+                all_one_code(source, quantization.bits)
+            elif role == "scale":
+                scan_scales(source, next(d for d in NUMPY_BITS if NUMPY_BITS[d] == dtype))
+
+
+def _dtypes_of(role: Role, quantization: Quantization) -> tuple[Any, ...]:
+    if role == "scale":
+        return (np.uint8,) if quantization.scheme == "mxfp4" else (np.uint16, np.uint32)
+    return (np.uint16,) if role == "bias" else (np.int32,)

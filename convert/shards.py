@@ -12,11 +12,13 @@ from kconvert.convert.plan import Job, Plan, Target
 from kconvert.convert.planned import Place, PlannedShard, PlannedTensor
 from kconvert.layouts.blob import BlobTensor
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.experts import STACKED, StackedTensor
-from kconvert.layouts.formats.compressed_tensors import shape_bytes
+from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.experts import PROJECTIONS, StackedTensor, stacked_tensors
+from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import DTYPE_BYTES, file_order, shard_header
 from kconvert.layouts.model import VISION, Group, Model
-from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice
+from kconvert.layouts.sharding import Parallelism, RankSlice
+from kconvert.layouts.stored.checkpoint import StoredGroup
 from kconvert.layouts.w4a16 import W4A16
 
 
@@ -28,16 +30,32 @@ class Content(NamedTuple):
 
 
 def plan_export(model: Model) -> Plan:
-    """Every shard, and in it every tensor that the model was converted from."""
+    """Every shard, and in it every tensor that the model was converted from.
+
+    Raises UnsupportedError where a format's bytes cannot be had from what is kept of them.
+    """
+    format = model.family.format
+    if not format.restores:
+        raise UnsupportedError(
+            f"{CONFIG_NAME} says {format.name}, of which blobs do not keep every byte: only"
+            " compressed-tensors formats can be exported."
+        )
+    for group in model.groups.values():
+        if isinstance(group, StoredGroup) and group.is_cast:
+            raise UnsupportedError(
+                f"{group.name}: the scales were cast when they were converted (--scale-dtype), and"
+                " what they were is not kept: only outputs that keep them can be exported."
+            )
     order = W4A16(model.dims.quantization)  # the checkpoint's own
     contents = [content for group in model.groups.values() for content in _split(group)]
     files: dict[str, list[PlannedShard]] = {}
     for i, content in enumerate(contents):
         # Moonshot's names: five digits, of six.
         path = f"model-{i + 1:05}-of-{len(contents):06}.safetensors"
-        files.setdefault(content.group.name, []).append(_shard(path, content, model.dims, order))
+        files.setdefault(content.group.name, []).append(_shard(path, content, model, order))
     return Plan(
         target=Target(order, Parallelism()),
+        format=model.family.format,
         dims=model.dims,
         jobs=tuple(Job(model.groups[name], tuple(shards)) for name, shards in files.items()),
         others=(),
@@ -59,8 +77,8 @@ def _split(group: Group) -> Iterator[Content]:
         yield Content(group, tuple(tensors))
 
 
-def _shard(path: str, content: Content, dims: ModelDims, order: W4A16) -> PlannedShard:
-    group, whole = content
+def _shard(path: str, content: Content, model: Model, order: W4A16) -> PlannedShard:
+    (group, whole), dims = content, model.dims
     tensors = file_order([*whole, *(t for expert in group.experts for t in expert.tensors)])
     header = len(shard_header(tensors))
     placed, at = {}, 0
@@ -74,21 +92,25 @@ def _shard(path: str, content: Content, dims: ModelDims, order: W4A16) -> Planne
     def place(tensor: SourceTensor) -> Place:
         return Place(tensor.name, None, placed[tensor.name].offset)
 
-    for stacked in STACKED if group.experts else ():
+    for stacked in stacked_tensors(dims.quantization) if group.experts else ():
         cut = stacked.cut(range(dims.intermediate), dims.hidden)
         for index, expert in enumerate(group.experts):
-            parts = [getattr(getattr(expert, name), stacked.role) for name in stacked.projections]
+            parts = [getattr(expert, name).by_role[stacked.role] for name in stacked.projections]
             experts[index, stacked] = tuple(map(place, parts))
-        dtype, count = parts[0].dtype, len(group.experts)
+        words = stacked.role in ("code", "zero_point")
+        dtype, count = "I32" if words else parts[0].dtype, len(group.experts)
         shape = (count, *order.shape(stacked.role, cut.n, cut.k))
         nbytes = math.prod(shape) * DTYPE_BYTES[dtype]
         planned.append(PlannedTensor(BlobTensor(stacked.name, dtype, shape, 0, nbytes, count), cut))
     for index, expert in enumerate(group.experts):
         shapes = []
-        for matrix in expert:
-            rows, words = matrix.code.shape
+        for projection, matrix in zip(PROJECTIONS, expert, strict=True):
+            n, k = dims.intermediate, dims.hidden
+            n, k = (k, n) if projection == "down" else (n, k)
             for tensor in matrix.dropped:
-                shapes.append((place(tensor), shape_bytes(tensor.dtype, rows, 8 * words)))
+                companion = tensor.name.rpartition(".")[2]
+                data = model.family.format.dropped_data(companion, tensor.dtype, n, k)
+                shapes.append((place(tensor), data))
         constants[index] = tuple(shapes)
     everything = RankSlice(range(len(group.experts)), range(dims.intermediate))
     return PlannedShard(

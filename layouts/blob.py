@@ -17,7 +17,7 @@ import xxhash
 from kconvert.layouts.errors import OutputError
 from kconvert.layouts.experts import W13_ROWS
 from kconvert.layouts.header import DTYPE_BYTES, Header, read_header
-from kconvert.layouts.quantization import Quantization
+from kconvert.layouts.quantization import SCHEMES, Quantization
 
 FORMAT_VERSION = 1  # what readers must understand; the newest that this code reads
 COMMON_VERSION = 1  # of a common blob's bytes; a rank's blob has its layout's
@@ -47,21 +47,19 @@ class Sharding:
     rank: int
     tp: int
     ep: int
-    quantization: dict[
-        str, Any
-    ]  # scheme, bits, group_size (null: channelwise), zero_point, scale_dtype
+    quantization: dict[str, Any]  # `described`: Quantization's fields, and scale_dtype
     w13_rows: str  # experts.W13_ROWS
     padding: object  # null: there is none
     dropped: dict[str, str]  # companions of the source that are not kept → their dtype
 
     def read_quantization(self) -> Quantization:
         """`quantization` without its scale dtype; OutputError where it is one of a later writer."""
-        table = dict(self.quantization)
-        scheme, _ = table.pop("scheme", None), table.pop("scale_dtype", None)
-        if scheme != "int" or table.keys() != set(Quantization._fields):
+        table = {key: value for key, value in self.quantization.items() if key != "scale_dtype"}
+        fields = set(Quantization._fields)
+        if table.get("scheme") not in SCHEMES or not fields - {"bias"} <= table.keys() <= fields:
             raise OutputError(
-                f"a blob's quantization is {self.quantization}: this version reads integer codes"
-                f" with {', '.join(Quantization._fields)}."
+                f"a blob's quantization is {self.quantization}: this version reads"
+                f" {' and '.join(SCHEMES)} with {', '.join(sorted(fields))}."
             )
         return Quantization(**table)
 
@@ -92,8 +90,13 @@ class BlobInfo:
 
 
 def described(quantization: Quantization, scale_dtype: str) -> dict[str, Any]:
-    """A quantization as a blob states it; `scheme` "int": integer codes times scales."""
-    return {"scheme": "int", **quantization._asdict(), "scale_dtype": scale_dtype}
+    """A quantization as a blob states it; `bias` only where there are some."""
+    q = quantization
+    return {
+        "scheme": q.scheme, "group_size": q.group_size, "bits": q.bits,
+        "zero_point": q.zero_point, **({"bias": True} if q.bias else {}),
+        "scale_dtype": scale_dtype,
+    }  # fmt: skip
 
 
 def lay_out(tensors: Iterable[BlobTensor]) -> tuple[BlobTensor, ...]:

@@ -19,9 +19,15 @@ class ModelDims(NamedTuple):
     mtp_layers: int  # DeepSeek's, numbered behind the others; a checkpoint may lack them
     first_moe: int  # layers below are dense
     experts: int
-    hidden: int
+    hidden: int  # columns that a routed expert sees
     intermediate: int  # of one routed expert
     quantization: Quantization
+    # Other layers that are dense; None: nothing says which layers are.
+    dense: frozenset[int] | None = frozenset()
+
+    def is_moe(self, layer: int) -> bool | None:
+        """Whether a layer has routed experts; None where only its tensors tell."""
+        return None if self.dense is None else layer >= self.first_moe and layer not in self.dense
 
 
 class Parallelism(NamedTuple):

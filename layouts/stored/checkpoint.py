@@ -5,18 +5,19 @@ An expert's tensors are not there as such: their places name no bytes. What is r
 are its parts in the ranks' blobs (`StoredGroup.parts`).
 """
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, Shard, SourceTensor, read_json
-from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.experts import STACKED, StackedTensor
-from kconvert.layouts.families.deepseek_v3 import PROJECTIONS, expert_base
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.experts import StackedTensor, stacked_tensors
+from kconvert.layouts.families.family import SPELLINGS
 from kconvert.layouts.fields import CONFIG_NAME
-from kconvert.layouts.formats.compressed_tensors import matrix_tensors
+from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.manifest import MANIFEST_NAME
 from kconvert.layouts.model import Group, Identity, Model, layer_name, read_model
@@ -60,6 +61,13 @@ class StoredGroup(Group):
                 for stacked, place, digests in held.tensors:
                     yield Part(rank, held.slice.rows, stacked, place.part(local), digests[local])
 
+    @property
+    def is_cast(self) -> bool:
+        """Whether its scales are stored in another dtype than the source's."""
+        scales = (place for rank in self.ranks[:1] for kind, place, _ in rank.tensors
+                  if kind.role == "scale")  # fmt: skip
+        return any(place.dtype != self.experts[0].gate.scale.dtype for place in scales)
+
     def read_for(self, expert: int) -> Iterable[SourceTensor]:
         return (part.place for part in self.parts(expert))
 
@@ -92,8 +100,8 @@ def read_stored(folder: Path) -> Stored:
     }
     held = {group: _held(output, blobs) for group, blobs in ranks.items()}
     tensors = {tensor.name: tensor for blob in common.values() for tensor in _tensors(output, blob)}
-    for group, blobs in ranks.items():
-        tensors |= {tensor.name: tensor for tensor in _of_experts(output, blobs, held[group])}
+    for blobs in ranks.values():
+        tensors |= {tensor.name: tensor for tensor in _of_experts(output, blobs)}
     everything = [*common.values(), *(blob for blobs in ranks.values() for blob in blobs)]
     checkpoint = Checkpoint(
         config=read_json(folder / CONFIG_NAME),
@@ -118,7 +126,7 @@ def read_stored(folder: Path) -> Stored:
             contents=Identity(blob.info.content if blob else "", _content(blobs)),
             digests=blob.info.digests if blob else {},
         )
-    return Stored(output, checkpoint, Model(model.sizes, groups, model.skipped))
+    return Stored(output, checkpoint, replace(model, groups=groups))
 
 
 def _tensors(output: Output, blob: Blob) -> Iterator[SourceTensor]:
@@ -136,12 +144,13 @@ def _held(output: Output, blobs: list[Blob]) -> tuple[StoredRank, ...]:
     """What the ranks' blobs of a layer hold. Raises CheckpointError for a tensor that is not as
     config.json and the manifest have it."""
     layout, held = layout_named(output.layout)(output.dims.quantization), []
-    first = {tensor: blobs[0].stacked(tensor) for tensor in STACKED}
+    kinds = stacked_tensors(output.dims.quantization)
+    first = {tensor: blobs[0].stacked(tensor) for tensor in kinds}
     for rank, blob in enumerate(blobs):
         part = rank_slice(output.dims, output.stored, rank)
         places = {tensor.name: tensor for tensor in _tensors(output, blob)}
         tensors = []
-        for stacked in STACKED:
+        for stacked in kinds:
             name = blob.stacked(stacked).name
             cut = stacked.cut(part.rows, output.dims.hidden)
             shape = (len(part.experts), *layout.shape(stacked.role, cut.n, cut.k))
@@ -158,29 +167,51 @@ def _held(output: Output, blobs: list[Blob]) -> tuple[StoredRank, ...]:
     return tuple(held)
 
 
-def _of_experts(
-    output: Output, blobs: list[Blob], held: tuple[StoredRank, ...]
-) -> Iterator[SourceTensor]:
-    """The tensors that the experts of a layer were made from; their bytes lie elsewhere."""
-    dims, sharding = output.dims, blobs[0].info.sharding
+def _of_experts(output: Output, blobs: list[Blob]) -> Iterator[SourceTensor]:
+    """The tensors that the experts of a layer were made from; their bytes lie elsewhere.
+
+    What w1 and gate_proj are to one another is not in a blob: the block's name tells, as published
+    checkpoints have it.
+    """
+    dims, format, blob = output.dims, output.family.format, blobs[0]
+    code = blob.stacked(stacked_tensors(dims.quantization)[0]).name
+    base = code.rpartition(".")[0] + "."
+    dtypes, n, k = _source_dtypes(output, blob), dims.intermediate, dims.hidden
+    shapes: Iterable[tuple[str, int, int]]
+    if format.fused:
+        shapes = (("gate_up_proj", 2 * n, k), ("down_proj", k, n))
+    else:
+        spelling = SPELLINGS[".block_sparse_moe." in base or ".ffn." in base]
+        shapes = [
+            (f"{expert}.{name}.", *((k, n) if name == spelling[2] else (n, k)))
+            for expert in range(dims.experts)
+            for name in spelling
+        ]
+    for name, rows, columns in shapes:
+        for tensor, dtype, shape in format.stated(f"{base}{name}", rows, columns, dtypes):
+            shape = (dims.experts, *shape) if format.fused else shape
+            nbytes = DTYPE_BYTES[dtype] * math.prod(shape)
+            yield SourceTensor(tensor, dtype, shape, output.name_of(blob), 0, nbytes)
+
+
+def _source_dtypes(output: Output, blob: Blob) -> dict[str, str]:
+    """The dtype of each companion that the source had: as it lies in the blob, or as the blob says
+    of what it does not keep so."""
+    format, sharding = output.family.format, blob.info.sharding
     assert sharding is not None  # see `Output.experts`
-    code, scale = (
-        next(place for stacked, place, _ in held[0].tensors if stacked.role == role)
-        for role in ("code", "scale")
-    )
-    prefix = code.name.rpartition(".")[0] + "."
-    n, k = dims.intermediate, dims.hidden
-    for expert in range(dims.experts):
-        for projection, (rows, columns) in zip(PROJECTIONS, ((n, k), (n, k), (k, n)), strict=True):
-            yield from matrix_tensors(
-                expert_base(prefix, expert, projection),
-                rows,
-                columns,
-                dims.quantization,
-                scale.dtype,
-                sharding.dropped,
-                code.shard,
-            )
+    unknown = sharding.dropped.keys() - format.roles.keys()
+    if unknown:
+        raise UnsupportedError(
+            f"{blob.path} says that the source had {min(unknown)}, which {format.name} has not: use"
+            " the version that wrote it."
+        )
+    kept = {
+        companion: blob.stacked(tensor).dtype
+        for companion, role in format.roles.items()
+        for tensor in stacked_tensors(output.dims.quantization)
+        if tensor.role == role and role in ("scale", "bias")
+    }
+    return kept | sharding.dropped
 
 
 def _content(blobs: list[Blob]) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.experts import STACKED, StackedTensor
+from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
 
@@ -108,9 +108,12 @@ def reordered(
 ) -> bool:
     """Whether a rank with `have` intermediate rows holds a tensor in another order than one with
     `want` does, so that it cannot be cut and joined: marlin decides by the number of groups."""
-    cut_scale = tensor.role == "scale" and tensor.axis == "columns"
     group = quantization.group_size
-    return layout == "marlin" and cut_scale and bool(group) and (have == group) != (want == group)
+    ordered_by_groups = (
+        layout == "marlin" and tensor.role == "scale" and quantization.scheme == "int"
+    )
+    is_cut = tensor.axis == "columns" and bool(group)
+    return ordered_by_groups and is_cut and (have == group) != (want == group)
 
 
 def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice) -> None:
@@ -119,6 +122,7 @@ def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted:
         raise UnsupportedError(
             f"the blobs have layout {layout!r:.40}, this version reads {' and '.join(_TILE)}."
         )
+    tensors = stacked_tensors(dims.quantization)
     have, want, group = (
         dims.intermediate // stored.moe_tp, len(wanted.rows), dims.quantization.group_size
     )  # fmt: skip
@@ -128,7 +132,7 @@ def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted:
     reason = None
     if wanted.rows.start % tile or wanted.rows.stop % tile:
         reason = f"{layout} cannot be cut there, only at multiples of {tile}"
-    elif any(reordered(layout, tensor, dims.quantization, have, want) for tensor in STACKED):
+    elif any(reordered(layout, tensor, dims.quantization, have, want) for tensor in tensors):
         reason = "marlin orders the scales of w2 in another way where a rank has a single group"
     if reason:
         ep = max(1, dims.experts // len(wanted.experts))

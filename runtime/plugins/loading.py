@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from kconvert.layouts.blob import digest
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import STACKED
+from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import RankSlice
 from kconvert.layouts.stored.output import Blob, Output
 from kconvert.layouts.stored.slicing import (
@@ -132,6 +133,11 @@ def fill(
     be cut as it does, CheckpointError and OutputError where a blob is missing or foreign.
     """
     dims, wanted = output.dims, layer.wanted
+    if dims.quantization != Quantization(dims.quantization.group_size):
+        raise UnsupportedError(
+            f"{output.folder} holds {dims.quantization.text}: this plugin fills an engine with"
+            " symmetric INT4 alone; serve the checkpoint itself."
+        )
     refuse_uncuttable(dims, output.layout, output.stored, wanted)
     parts = [
         (piece, output.experts(layer.number, piece.rank))

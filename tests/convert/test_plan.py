@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 from kit import KIMI_MINI
 
-from kconvert.convert.plan import Target, check_accounts, make_plan
+from kconvert.convert.accounts import check_accounts
+from kconvert.convert.plan import Target, make_plan
 from kconvert.convert.prepare import Options, prepare
 from kconvert.convert.source.local import open_local
 from kconvert.convert.synth.presets import PRESETS, shards
