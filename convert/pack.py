@@ -53,7 +53,7 @@ class Packer:
                 for file in files
                 if (part := file.planned.rank_slice) is not None and index in part.experts
             ]
-            # A file system writes a file for one thread at a time: neighbours begin elsewhere.
+            # Neighbours begin with different files: one at a time can write one.
             turn = index % max(1, len(owners))
             yield partial(self._convert, job.group, index, owners[turn:] + owners[:turn])
 
@@ -73,7 +73,10 @@ class Packer:
         with self._meter.busy("convert"):
             odd = expert.check()
         pieces = []
-        for file, local in owners:
+        remaining = list(owners)
+        while remaining:
+            free = next((i for i, (file, _) in enumerate(remaining) if file.is_free()), 0)
+            file, local = remaining.pop(free)
             with self._meter.busy("convert", count // len(owners)):
                 packed = [self._pack(tensor, expert) for tensor in file.planned.stacked]
             with self._meter.busy("write", sum(map(len, packed))):

@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from kconvert.layouts.blob import read_blob
 from kconvert.layouts.header import read_header
 
 DATA = Path(__file__).parent / "data"
@@ -90,6 +91,22 @@ def marlin_formula(packed: np.ndarray) -> np.ndarray:
     out = np.zeros(rows * columns // 8, np.uint32)
     np.bitwise_or.at(out, word, code << (4 * nibble).astype(np.uint32))
     return out.view(np.int32).reshape(columns // 16, 2 * rows)
+
+
+def flip(path: Path, name: str, expert: int | None = None) -> str:
+    """Change one bit of a tensor or of a local expert in the middle; the tensor's whole name."""
+    header, _ = read_blob(path)
+    full = next(full for full in header.tensors if full.endswith(name))
+    tensor = header.tensors[full]
+    size = tensor.nbytes // (tensor.shape[0] if expert is not None else 1)
+    flip_byte(path, tensor.start + size * (expert or 0) + size // 2)
+    return full
+
+
+def flip_byte(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
 
 
 def torchrun(ranks: int, arguments: list[str | Path]) -> str:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -36,12 +36,25 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+class Turn(Protocol):
+    """A lock, of threads or of processes."""
+
+    def acquire(self, blocking: bool = True, /) -> bool:
+        """Take it; False where it is taken and the caller does not wait."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
 class StagedFile:
     """A file that is being written, opened by its temporary name; errors tell of its final one.
-    Threads may write at once."""
 
-    def __init__(self, staged: Path, final: Path, planned: PlannedFile) -> None:
-        self.planned, self._final = planned, final
+    Several workers may write at once. The kernel lets one at a time into a file and has the others
+    spin; with `turn`, a lock that all of them share, they sleep.
+    """
+
+    def __init__(self, staged: Path, final: Path, planned: PlannedFile, turn: Turn) -> None:
+        self.planned, self._final, self._turn = planned, final, turn
         with naming(final):
             self._fd = os.open(staged, os.O_WRONLY)
             self._direct = _open_direct(staged)
@@ -63,6 +76,12 @@ class StagedFile:
             at += len(chunk)
         return Piece(tensor.name, None, state.hexdigest(), at)
 
+    def is_free(self) -> bool:
+        """Whether nobody writes it at this moment."""
+        if free := self._turn.acquire(False):
+            self._turn.release()
+        return free
+
     def close(self) -> None:
         """Close it; what was written stays."""
         os.close(self._fd)
@@ -76,30 +95,38 @@ class StagedFile:
         pages = (len(data) - head) // PAGE * PAGE
         with naming(self._final):
             if self._direct is None or pages < (PAGE if head == 0 else _WORTH_DIRECT):
-                _pwrite(self._fd, data, start)
+                self._put(self._fd, data, start)
                 return
             try:
-                self._write_pages(data[head : head + pages], start + head)
+                self._put_pages(self._direct, data[head : head + pages], start + head)
             except OSError as error:
                 if error.errno not in UNSUPPORTED:  # it may want another alignment
                     raise
-                _pwrite(self._fd, data, start)
+                self._put(self._fd, data, start)
                 return
-            _pwrite(self._fd, data[:head], start)
-            _pwrite(self._fd, data[head + pages :], start + head + pages)
+            self._put(self._fd, data[:head], start)
+            self._put(self._fd, data[head + pages :], start + head + pages)
 
-    def _write_pages(self, data: memoryview, start: int) -> None:
-        """Straight from `data` where it lies on a page, as what is written to pages does, else by
+    def _put_pages(self, fd: int, data: memoryview, start: int) -> None:
+        """Straight from `data` where it lies on a page, as what goes to pages mostly does, else by
         way of a buffer that does."""
-        assert self._direct is not None
         if np.frombuffer(data, np.uint8).ctypes.data % PAGE == 0:
-            _pwrite(self._direct, data, start)
+            self._put(fd, data, start)
             return
         for at in range(0, len(data), _BOUNCE_BYTES):
             piece = data[at : at + _BOUNCE_BYTES]
             buffer = memoryview(_SCRATCH.take("bounce", (len(piece),), np.uint8))
             buffer[:] = piece
-            _pwrite(self._direct, buffer, start + at)
+            self._put(fd, buffer, start + at)
+
+    def _put(self, fd: int, data: memoryview, at: int) -> None:
+        if not data:
+            return
+        self._turn.acquire()
+        try:
+            _pwrite(fd, data, at)
+        finally:
+            self._turn.release()
 
 
 class BlobWriter:

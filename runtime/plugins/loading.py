@@ -18,7 +18,7 @@ from kconvert.layouts.stored.slicing import (
     target_shape,
 )
 from kconvert.layouts.w4a16 import W4A16
-from kconvert.runtime.plugins.filling import Filler, Transfer
+from kconvert.runtime.filling.filler import Filler, Transfer
 
 OPTION = "kconvert_digests"  # in an engine's extra config: false leaves digests unchecked
 LOADED = (
@@ -170,9 +170,7 @@ def fill(
                     tensor, dims.quantization, axis, entry.shape, piece.all_rows, wanted
                 )
                 target = place(tensor.name, shape)
-            found = tuple(
-                spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
-            )
+            found = spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
             if found:
                 filler.add(
                     Transfer(

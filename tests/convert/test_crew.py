@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -129,7 +130,7 @@ def test_shards_are_given_up_with_their_jobs(tmp_path: Path) -> None:
             staged[file.path].write_bytes(bytes(file.nbytes))
     from kconvert.convert.progress import Recorder
 
-    worker = crew.Worker(prepared.plan, Recorder())
+    worker = crew.Worker(prepared.plan, Recorder(), crew._turns(prepared.plan, threading.Lock))
 
     def begin(index: int) -> None:
         job = prepared.plan.jobs[index]
