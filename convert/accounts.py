@@ -15,13 +15,13 @@ def check_accounts(plan: Plan) -> None:
     Where all ranks of a group are planned, the bytes written are the bytes read, less what is
     checked and dropped (weight_shape), plus what every rank that shares an expert needs whole.
     """
-    seen: set[str] = set()
+    seen: set[tuple[str, int, str]] = set()
     moe_tp, quantization = plan.target.parallelism.moe_tp, plan.dims.quantization
     for job in plan.jobs:
-        names = [tensor.name for tensor in job.source_tensors]
-        if len(set(names)) < len(names) or not seen.isdisjoint(names):
+        places = [(tensor.shard, tensor.start, tensor.name) for tensor in job.source_tensors]
+        if len(set(places)) < len(places) or not seen.isdisjoint(places):
             raise KconvertError(f"{job.group.name}: a tensor is planned twice; this is a bug.")
-        seen.update(names)
+        seen.update(places)
         ranks = [file for file in job.files if file.rank_slice is not None]
         if len(ranks) not in (0, plan.target.parallelism.tp):
             continue

@@ -19,6 +19,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from kconvert.convert.crew import JobFiles, crew
+from kconvert.convert.expert import memory_bound as memory_of_expert
 from kconvert.convert.oddities import Oddity, sentences
 from kconvert.convert.output.publish import OwnedWorkspace
 from kconvert.convert.output.writer import BlobWriter
@@ -37,8 +38,7 @@ def memory_bound(plan: Plan, workers: int) -> int:
     expert = piece = 0
     for job in plan.jobs:
         if job.experts:
-            read = sum(tensor.nbytes for tensor in job.group.experts[0].tensors)
-            expert = max(expert, plan.format.copies * read)
+            expert = max(expert, memory_of_expert(plan, job.group))
         for file in job.files:
             if file.rank_slice is not None:
                 piece = max(piece, sum(t.nbytes // t.experts for t in file.blob_tensors))

@@ -94,7 +94,7 @@ class Job:
         """Every source tensor this job reads, each once."""
         yield from self.copied
         for e in self.experts:
-            yield from self.group.experts[e].tensors
+            yield from self.group.read_for(e)
 
     @property
     def shards(self) -> set[str]:
@@ -212,21 +212,13 @@ def _files(
     group: Group, family: Family, target: Target, contents: Mapping[str, str]
 ) -> list[PlannedFile]:
     """All files of a group: the common one and, for MoE layers, one a rank."""
-    files = []
+    identity, files = group.identity(contents), []
     if group.whole:
-        content = _content(group.whole, contents)
-        files.append(_common_file(group, target, content))
+        files.append(_common_file(group, target, identity.whole))
     if group.experts:
-        tensors = (t for expert in group.experts for t in expert.tensors)
-        content = _content(tensors, contents)
         for rank in range(target.parallelism.tp):
-            files.append(_rank_file(group, family, target, rank, content))
+            files.append(_rank_file(group, family, target, rank, identity.experts))
     return files
-
-
-def _content(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
-    """Identity of what some tensors hold: of which shard's content, from which byte on, each."""
-    return blob.digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
 def _common_file(group: Group, target: Target, content: str) -> PlannedFile:

@@ -159,29 +159,33 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
             "--overwrite is nothing for a share (--share, or what a launcher has set): none knows"
             " what the others have replaced; delete the old output first."
         )
-    layout = layout_named(options.layout)
-    with _without_collection():
+    layout_named(options.layout)  # before anything is fetched
+    with without_collection():
         name, options = _named(str(source), options)
         opened = _open(name or Path(source), output, options)
-        checkpoint = opened.checkpoint
-        state.refuse_reserved(checkpoint.small_files)
-        state.refuse_overlap(opened.folder, map(opened.path, checkpoint.shards), output)
-        model = read_model(checkpoint)
-        plan = make_plan(
-            model,
-            opened.contents,
-            Target(
-                layout=layout(model.dims.quantization),
-                parallelism=Parallelism(options.tp, options.ep),
-                repo=opened.name,
-                commit=opened.commit,
-                scale_dtype=_scale_dtype(options.scale_dtype, model),
-            ),
-            layers=options.layers,
-            ranks=options.ranks,
-            text_only=options.text_only,
-        )
-        check_accounts(plan)
+        state.refuse_reserved(opened.checkpoint.small_files)
+        return planned(opened, read_model(opened.checkpoint), output, options)
+
+
+def planned(opened: Source, model: Model, output: Path, options: Options) -> Prepared:
+    """The plan for a source that was opened, compared with the output."""
+    checkpoint = opened.checkpoint
+    state.refuse_overlap(opened.folder, map(opened.path, checkpoint.shards), output)
+    plan = make_plan(
+        model,
+        opened.contents,
+        Target(
+            layout=layout_named(options.layout)(model.dims.quantization),
+            parallelism=Parallelism(options.tp, options.ep),
+            repo=opened.name,
+            commit=opened.commit,
+            scale_dtype=_scale_dtype(options.scale_dtype, model),
+        ),
+        layers=options.layers,
+        ranks=options.ranks,
+        text_only=options.text_only,
+    )
+    check_accounts(plan)
     if options.share:
         plan = plan.share(options.share)
     small = _small_files(opened)
@@ -291,7 +295,7 @@ def with_current_state(prepared: Prepared) -> Prepared:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Hold the garbage collector off: 208,550 tensors are a million objects that all stay, and
     looking through them again and again is half of the plan's time."""
     was_on = gc.isenabled()

@@ -32,6 +32,12 @@ class Cut(NamedTuple):
     k: int
     parts: tuple[Part, ...]
 
+    @property
+    def intermediate(self) -> range:
+        """The part of every expert that the rank has."""
+        rows, columns = self.parts[0].rows, self.parts[0].columns
+        return rows if self.tensor.axis == "rows" else columns
+
 
 class StackedTensor(NamedTuple):
     """One tensor of a rank's blob: the same matrix of all local experts, one behind the other."""

@@ -5,7 +5,9 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
+from typing import NamedTuple
 
+from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.families.agreement import disagreements
@@ -27,6 +29,13 @@ OUTER, VISION = "outer", "vision"
 _WRAPPED = "language_model."
 
 
+class Identity(NamedTuple):
+    """A digest of what a group's tensors hold: of the whole ones, and of the experts'."""
+
+    whole: str
+    experts: str
+
+
 @dataclass(frozen=True)
 class Group:
     """Tensors that are converted together; a layer, or `outer`, or `vision`.
@@ -44,6 +53,24 @@ class Group:
     def tensors(self) -> list[SourceTensor]:
         """All of them, the experts' last."""
         return [*self.whole, *(t for expert in self.experts for t in expert.tensors)]
+
+    def read_for(self, expert: int) -> Iterable[SourceTensor]:
+        """Where an expert's bytes lie: what is read to have it."""
+        return self.experts[expert].tensors
+
+    def identity(self, contents: Mapping[str, str]) -> Identity:
+        """What its tensors hold, told by each shard's identity in `contents`."""
+        experts = (tensor for expert in self.experts for tensor in expert.tensors)
+        return Identity(_identity(self.whole, contents), _identity(experts, contents))
+
+    def digest_of(self, tensor: SourceTensor) -> str | None:
+        """The digest that a whole tensor must have, where it is known beforehand."""
+        return None
+
+
+def _identity(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
+    """Of which shard's content, from which byte on, each."""
+    return digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
 @dataclass(frozen=True)

@@ -106,6 +106,8 @@ def conversion_text(table: dict[str, Any]) -> str:
         f"{table['output']}: {table['files_written']} blobs written,"
         f" {size(table['bytes_written'])}; {table['files_kept']} were there already"
     ]
+    if table["files_linked"]:
+        lines.append(f"{table['files_linked']} blobs are links to those of the output given")
     if table["repo"]:
         lines.append(f"from {table['repo']} at {table['commit']}")
     if table["files_written"]:

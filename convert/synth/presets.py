@@ -93,8 +93,19 @@ def _kimi_mini() -> dict[str, Any]:
     return config
 
 
+def _k26_layer() -> dict[str, Any]:
+    """One MoE layer of true size, and little else: a whole model for trials."""
+    config = copy.deepcopy(_K26_CONFIG) | _KIMI_MINI_TOKENS | {"media_placeholder_token_id": 277}
+    one_layer = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 512}
+    config["text_config"] |= one_layer | _KIMI_MINI_TOKENS
+    hidden = config["text_config"]["hidden_size"]
+    config["vision_config"] |= _KIMI_MINI_VISION | {"text_hidden_size": hidden}
+    return config
+
+
 PRESETS = {
     "k2.6": Preset(_K26_CONFIG, vision_mlp=4304, vision_grid=64),
+    "k2.6-layer": Preset(_k26_layer(), vision_mlp=0, vision_grid=8),
     "kimi-mini": Preset(_kimi_mini(), vision_mlp=0, vision_grid=8),
 }
 

@@ -20,7 +20,7 @@ from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.reader import NUMPY_BITS, Reader, Scratch
-from kconvert.runtime.plugins.slicing import Span
+from kconvert.layouts.stored.slicing import Span
 
 CHUNK_BYTES = 16 << 20
 MOST_THREADS = 16

@@ -8,10 +8,16 @@ from kconvert.layouts.blob import digest
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import RankSlice
+from kconvert.layouts.stored.output import Blob, Output
+from kconvert.layouts.stored.slicing import (
+    cut_axis,
+    pieces,
+    refuse_uncuttable,
+    spans,
+    target_shape,
+)
 from kconvert.layouts.w4a16 import W4A16
 from kconvert.runtime.plugins.filling import Filler, Transfer
-from kconvert.runtime.plugins.output import Blob, Output
-from kconvert.runtime.plugins.slicing import cut_axis, pieces, spans, target_shape
 
 OPTION = "kconvert_digests"  # in an engine's extra config: false leaves digests unchecked
 LOADED = (
@@ -126,9 +132,10 @@ def fill(
     be cut as it does, CheckpointError and OutputError where a blob is missing or foreign.
     """
     dims, wanted = output.dims, layer.wanted
+    refuse_uncuttable(dims, output.layout, output.stored, wanted)
     parts = [
         (piece, output.experts(layer.number, piece.rank))
-        for piece in pieces(dims, output.layout, output.stored, wanted)
+        for piece in pieces(dims, output.stored, wanted)
     ]
     for tensor in STACKED:
         parameter = layer.parameters[tensor.name]

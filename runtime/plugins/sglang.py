@@ -23,6 +23,7 @@ from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import RankSlice
+from kconvert.layouts.stored.output import Blob, Output, is_output
 from kconvert.runtime.plugins.device import data_of, fill_shapes, memory_of, place
 from kconvert.runtime.plugins.filling import Filler
 from kconvert.runtime.plugins.loading import (
@@ -34,7 +35,6 @@ from kconvert.runtime.plugins.loading import (
     fill,
     take_option,
 )
-from kconvert.runtime.plugins.output import Blob, Output, is_output
 
 _log = logging.getLogger(f"sglang.{__name__}")
 _SCHEME = "CompressedTensorsWNA16MoE"  # Marlin's; its subclasses are other backends'

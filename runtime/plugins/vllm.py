@@ -26,6 +26,7 @@ from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import RankSlice
+from kconvert.layouts.stored.output import Blob, Output, is_output
 from kconvert.runtime.plugins.device import data_of, fill_shapes, memory_of, place
 from kconvert.runtime.plugins.filling import Filler
 from kconvert.runtime.plugins.loading import (
@@ -37,7 +38,6 @@ from kconvert.runtime.plugins.loading import (
     fill,
     take_option,
 )
-from kconvert.runtime.plugins.output import Blob, Output, is_output
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows loggers below its own
 _REPACK = "convert_to_wna16_moe_kernel_format"

@@ -229,11 +229,11 @@ def experts_alone(folder: Path) -> dict[str, float]:
     second of two times, as pinned memory is made at the first."""
     from kconvert.layouts.experts import STACKED
     from kconvert.layouts.sharding import RankSlice
+    from kconvert.layouts.stored.output import Output
     from kconvert.layouts.w4a16 import W4A16
     from kconvert.runtime.plugins.device import memory_of, place
     from kconvert.runtime.plugins.filling import Filler
     from kconvert.runtime.plugins.loading import ExpertLayer, fill
-    from kconvert.runtime.plugins.output import Output
 
     output, layers = Output(folder), []
     wanted = RankSlice(range(output.dims.experts), range(output.dims.intermediate))

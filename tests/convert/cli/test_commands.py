@@ -14,7 +14,7 @@ import pytest
 import torch
 from kit import KIMI_MINI, SHARD
 
-from kconvert.convert.cli import common, main
+from kconvert.convert.cli import common, smoke_generate, synth
 from kconvert.convert.doctor import diagnose
 from kconvert.convert.synth.presets import PRESETS
 from kconvert.layouts.registry import NAMES
@@ -135,7 +135,12 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     commands = ["convert", "synth", "smoke-generate", "validate", "doctor", "inspect", "finish"]
     text = "".join(kconvert(command, "--help").out for command in commands)
-    for choices in ("<marlin|w4a16>", "<k2.6|kimi-mini>", "<ar|chain|ddtree>", "float32|bfloat16"):
+    for choices in (
+        "<marlin|w4a16>",
+        "<k2.6|k2.6-layer|kimi-mini>",
+        "<ar|chain|ddtree>",
+        "float32|bfloat16",
+    ):
         assert choices in text
     assert "/ --no-" not in text and "--chain-seed" in text
     assert "--version" in (first := kconvert("--help").out) and "--show-completion" in first
@@ -143,9 +148,9 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
 
 def test_choices_are_what_there_is() -> None:
     """The command line names them by itself, as the modules that know them are slow to load."""
-    assert get_args(main.LayoutName) == NAMES
-    assert get_args(main.Preset) == tuple(PRESETS)
-    assert get_args(main.Mode) == MODES
+    assert get_args(common.LayoutName) == NAMES
+    assert get_args(synth.Preset) == tuple(PRESETS)
+    assert get_args(smoke_generate.Mode) == MODES
     assert get_args(common.DtypeName) == DTYPES
     assert get_args(common.DeviceName) == DEVICES
 

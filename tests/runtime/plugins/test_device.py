@@ -5,12 +5,12 @@ import torch
 
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import Parallelism, RankSlice, rank_slice
+from kconvert.layouts.stored.output import Output
 from kconvert.layouts.w4a16 import W4A16
 from kconvert.runtime.plugins import filling
 from kconvert.runtime.plugins.device import memory_of, place
 from kconvert.runtime.plugins.filling import Filler
 from kconvert.runtime.plugins.loading import ExpertLayer, fill
-from kconvert.runtime.plugins.output import Output
 
 
 def load(output: Output, wanted: RankSlice, device: str, transposed: bool) -> list[torch.Tensor]:
