@@ -38,7 +38,7 @@ def memory_bound(plan: Plan, workers: int) -> int:
     expert = piece = 0
     for job in plan.jobs:
         if job.experts:
-            expert = max(expert, memory_of_expert(job.group, plan))
+            expert = max(expert, memory_of_expert(plan, job.group))
         for file in job.files:
             piece = max(piece, sum(t.blob.nbytes // t.blob.experts for t in file.stacked))
     return workers * (expert + piece + CHUNK_BYTES)

@@ -22,6 +22,8 @@ from kconvert.layouts.stored.checkpoint import Part, StoredGroup
 from kconvert.layouts.stored.slicing import cut_axis, meeting, reordered, spans
 from kconvert.layouts.w4a16 import W4A16
 
+_LOOKED_AT: tuple[Role, Role] = ("code", "scale")
+
 
 class LoadedExpert(Protocol):
     """One expert, in a thread's buffers until the thread loads the next."""
@@ -29,56 +31,53 @@ class LoadedExpert(Protocol):
     bytes_read: int
 
     def check(self) -> list[Oddity]:
-        """Before anything is taken: what is odd about it. Raises CheckpointError where it is
-        damaged."""
+        """What is odd about it. Raises CheckpointError where it is damaged."""
 
-    def fill(self, cut: Cut, out: NDArray[Any]) -> None:
-        """Write what `cut` takes of it into `out`, in the order of the plan's layout."""
+    def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
+        """Once it is checked, write what `cut` takes of it into `out`, in the order of `layout`."""
 
 
-def load(group: Group, index: int, plan: Plan, reader: Reader, scratch: Scratch) -> LoadedExpert:
+def load(plan: Plan, group: Group, index: int, reader: Reader, scratch: Scratch) -> LoadedExpert:
     """Read an expert of a group, with whatever belongs to it."""
     if isinstance(group, StoredGroup):
-        return _FromBlobs(group, index, plan.target.layout, reader, scratch)
-    return _FromCheckpoint(group.experts[index], plan, reader, scratch)
+        return _FromBlobs(group, index, reader, scratch)
+    return _FromCheckpoint(plan, group.experts[index], reader, scratch)
 
 
 class _FromCheckpoint:
-    """Its tensors as the checkpoint has them, and when they are checked in plain order."""
+    """Its tensors as they are stored; plain, and scales cast where that is asked for, once they are
+    checked."""
 
-    def __init__(self, expert: Expert, plan: Plan, reader: Reader, scratch: Scratch) -> None:
-        self._expert, self._plan, self._scratch = expert, plan, scratch
+    def __init__(self, plan: Plan, expert: Expert, reader: Reader, scratch: Scratch) -> None:
+        self._plan, self._expert, self._scratch = plan, expert, scratch
         self._stored: dict[SourceTensor, NDArray[Any]] = {}
         self._plain: dict[tuple[Projection, Role], NDArray[Any]] = {}
         for i, tensor in enumerate(expert.tensors):
-            dtype = NUMPY_BITS[tensor.dtype]
-            self._stored[tensor] = scratch.take(f"source {i}", tensor.shape, dtype)
+            array = scratch.take(f"source {i}", tensor.shape, NUMPY_BITS[tensor.dtype])
+            self._stored[tensor] = array
         self.bytes_read = reader.read_together(self._stored.items())
 
     def check(self) -> list[Oddity]:
         odd: list[Oddity] = []
-        dims, format, wanted = self._plan.dims, self._plan.format, self._plan.target.scale_dtype
-        n, k, plain = dims.intermediate, dims.hidden, self._plain
+        format, dims, cast = self._plan.format, self._plan.dims, self._plan.target.scale_dtype
+        n, k = dims.intermediate, dims.hidden
         for projection, matrix in zip(PROJECTIONS, self._expert, strict=True):
             for role, tensor in matrix.by_role.items():
-                stored = self._stored[tensor]
-                plain[projection, role] = format.plain(
-                    projection, role, tensor, stored, self._scratch.take
+                self._plain[projection, role] = format.plain(
+                    projection, role, tensor, self._stored[tensor], self._scratch.take
                 )
             for tensor in matrix.dropped:
                 shape = (k, n) if projection == "down" else (n, k)
                 format.check_dropped(tensor, self._stored[tensor], *shape)
-            codes, scales = plain[projection, "code"], plain[projection, "scale"]
+            codes, scales = (self._plain[projection, role] for role in _LOOKED_AT)
             odd += look_at(matrix, dims.quantization, codes, scales)
-            if wanted not in (None, matrix.scale.dtype):
-                plain[projection, "scale"], oddity = self._cast(projection, matrix.scale, scales)
-                odd += oddity
+            if cast not in (None, matrix.scale.dtype):
+                odd += self._cast(projection, matrix.scale)
         return odd
 
-    def _cast(
-        self, projection: Projection, tensor: SourceTensor, scales: NDArray[Any]
-    ) -> tuple[NDArray[np.uint16], list[Oddity]]:
-        """Scales as bf16's bits, and how many are not what they were."""
+    def _cast(self, projection: Projection, tensor: SourceTensor) -> list[Oddity]:
+        """Make scales bf16, and say how many are not what they were."""
+        scales = self._plain[projection, "scale"]
         out = self._scratch.take(f"cast {projection}", scales.shape, np.uint16)
         lost = cast_to_bf16(scales, tensor.dtype, out)
         if scan_scales(out, "BF16").not_finite is not None:
@@ -86,10 +85,11 @@ class _FromCheckpoint:
                 f"{tensor.shard}, tensor {tensor.name}: a scale is too large for bfloat16: convert"
                 " without --scale-dtype."
             )
-        return out, [Oddity("rounded", tensor.name, lost)] if lost else []
+        self._plain[projection, "scale"] = out
+        return [Oddity("rounded", tensor.name, lost)] if lost else []
 
-    def fill(self, cut: Cut, out: NDArray[Any]) -> None:
-        role, layout = cut.tensor.role, self._plan.target.layout
+    def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
+        role = cut.tensor.role
         for projection, rows, columns, at in cut.parts:
             layout.pack_into(role, self._plain[projection, role], rows, columns, out, at)
 
@@ -98,10 +98,8 @@ class _FromBlobs:
     """Parts as they lie in blobs. They are cut and joined as they are where that gives the order
     that is wanted, else unpacked first."""
 
-    def __init__(
-        self, group: StoredGroup, index: int, layout: Layout, reader: Reader, scratch: Scratch
-    ) -> None:
-        self._group, self._index, self._layout, self._scratch = group, index, layout, scratch
+    def __init__(self, group: StoredGroup, index: int, reader: Reader, scratch: Scratch) -> None:
+        self._group, self._index, self._scratch = group, index, scratch
         self._parts: dict[StackedTensor, list[tuple[Part, NDArray[Any]]]] = {}
         self._whole: dict[StackedTensor, NDArray[Any]] = {}
         places = []
@@ -119,8 +117,8 @@ class _FromBlobs:
             refuse_changed(part.place, found, part.digest, f", expert {self._index}")
         return []
 
-    def fill(self, cut: Cut, out: NDArray[Any]) -> None:
-        tensor, rows, layout = cut.tensor, cut.intermediate, self._layout
+    def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
+        tensor, rows = cut.tensor, cut.intermediate
         parts = self._parts[tensor]
         if _as_they_lie(self._group, layout, tensor, len(parts[0][0].rows), len(rows)):
             self._join(parts, layout, tensor, rows, out)
@@ -190,10 +188,11 @@ def refuse_changed(tensor: SourceTensor, found: str, wanted: str | None, which: 
         )
 
 
-def memory_bound(group: Group, plan: Plan) -> int:
+def memory_bound(plan: Plan, group: Group) -> int:
     """Upper bound in bytes of what a loaded expert holds while it is packed."""
+    layout, copies = plan.target.layout, plan.format.copies
     read = sum(tensor.nbytes for tensor in group.read_for(0))
     if not isinstance(group, StoredGroup):
-        return plan.format.copies * read
-    # As it was read; and where the layouts differ unpacked part by part, and as a whole.
-    return read if plan.target.layout.name == group.layout.name else 3 * read
+        return copies * read
+    # As it was read, unpacked part by part, and as a whole.
+    return 3 * read if layout.name != group.layout.name else read

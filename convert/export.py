@@ -15,7 +15,7 @@ from kconvert.convert.shards import plan_export
 from kconvert.convert.source.stored import StoredSource, open_stored
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import KconvertError, OutputError
+from kconvert.layouts.errors import KconvertError, OutputError, UnsupportedError
 from kconvert.layouts.header import read_header
 from kconvert.layouts.manifest import WORK_FOLDER
 
@@ -81,6 +81,11 @@ def prepare_export(
     with without_collection():
         source, model = open_stored(Path(output))
         state.refuse_overlap(source.folder, map(source.path, source.checkpoint.shards), folder)
+        if source.cast:
+            raise UnsupportedError(
+                f"{output}: its scales were cast when it was converted (--scale-dtype), and what"
+                " they were is not kept: only an output that keeps them can be exported."
+            )
         plan = plan_export(model)
     contents = [group.identity({}) for group in model.groups.values()]
     small = {name: read_file(source.path(name)) for name in source.checkpoint.small_files}

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -36,7 +36,7 @@ class Packer:
     """Turns a job into tasks that can run at once, each with buffers of its thread alone."""
 
     def __init__(self, plan: Plan, reader: Reader, meter: Meter | Recorder) -> None:
-        self._plan = plan
+        self._plan, self._layout = plan, plan.target.layout
         self._reader = reader
         self._meter = meter
         self._scratch = Scratch()
@@ -69,7 +69,7 @@ class Packer:
         """Pack an expert for every file; the numbers are its index among theirs."""
         count = sum(tensor.nbytes for tensor in group.read_for(index))
         with self._meter.busy("read", count):
-            expert = load(group, index, self._plan, self._reader, self._scratch)
+            expert = load(self._plan, group, index, self._reader, self._scratch)
         with self._meter.busy("convert"):
             odd = expert.check()
         pieces = []
@@ -89,7 +89,7 @@ class Packer:
         assert isinstance(tensor.source, Cut)
         name, shape = tensor.source.tensor.name, tensor.blob.shape[1:]
         out = self._scratch.take(name, shape, NUMPY_BITS[tensor.blob.dtype])
-        expert.fill(tensor.source, out)
+        expert.fill(tensor.source, self._layout, out)
         return memoryview(out).cast("B")
 
 
@@ -103,16 +103,16 @@ def warm_up(layout: Layout) -> None:
     n, k, quantization = 64, 128, layout.quantization
     for role in quantization.roles:
         for dtype in _dtypes_of(role, quantization):
-            source = np.zeros(quantization.plain_shape(role, n, k), dtype)
-            out = np.zeros(layout.shape(role, n, k), dtype)
+            source = np.zeros(quantization.plain_shape(role, n, k), NUMPY_BITS[dtype])
+            out = np.zeros(layout.shape(role, n, k), NUMPY_BITS[dtype])
             layout.pack_into(role, source, range(n), range(k), out, 0)
             if role == "code":
                 all_one_code(source, quantization.bits)
             elif role == "scale":
-                scan_scales(source, next(d for d in NUMPY_BITS if NUMPY_BITS[d] == dtype))
+                scan_scales(source, dtype)
 
 
-def _dtypes_of(role: Role, quantization: Quantization) -> tuple[Any, ...]:
+def _dtypes_of(role: Role, quantization: Quantization) -> tuple[str, ...]:
     if role == "scale":
-        return (np.uint8,) if quantization.scheme == "mxfp4" else (np.uint16, np.uint32)
-    return (np.uint16,) if role == "bias" else (np.int32,)
+        return ("U8",) if quantization.scheme == "mxfp4" else ("BF16", "F32")
+    return ("BF16",) if role == "bias" else ("I32",)

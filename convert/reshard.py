@@ -4,8 +4,6 @@ from pathlib import Path
 
 from kconvert.convert.prepare import Options, Prepared, planned, without_collection
 from kconvert.convert.source.stored import open_stored
-from kconvert.layouts.model import Model
-from kconvert.layouts.stored.checkpoint import StoredGroup
 
 
 def prepare_reshard(
@@ -30,16 +28,8 @@ def prepare_reshard(
             tp=tp,
             ep=ep,
             text_only=source.manifest.text_only,
-            scale_dtype=_cast_to(model),
             overwrite=overwrite,
             workers=workers,
+            scale_dtype="bfloat16" if source.cast else None,
         )
         return planned(source, model, Path(new), options)
-
-
-def _cast_to(model: Model) -> str | None:
-    """What the source's scales were cast to, as --scale-dtype has it."""
-    for group in model.groups.values():
-        if isinstance(group, StoredGroup) and group.is_cast:
-            return "bfloat16"
-    return None

@@ -18,7 +18,6 @@ from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import DTYPE_BYTES, file_order, shard_header
 from kconvert.layouts.model import VISION, Group, Model
 from kconvert.layouts.sharding import Parallelism, RankSlice
-from kconvert.layouts.stored.checkpoint import StoredGroup
 from kconvert.layouts.w4a16 import W4A16
 
 
@@ -40,12 +39,6 @@ def plan_export(model: Model) -> Plan:
             f"{CONFIG_NAME} says {format.name}, of which blobs do not keep every byte: only"
             " compressed-tensors formats can be exported."
         )
-    for group in model.groups.values():
-        if isinstance(group, StoredGroup) and group.is_cast:
-            raise UnsupportedError(
-                f"{group.name}: the scales were cast when they were converted (--scale-dtype), and"
-                " what they were is not kept: only outputs that keep them can be exported."
-            )
     order = W4A16(model.dims.quantization)  # the checkpoint's own
     contents = [content for group in model.groups.values() for content in _split(group)]
     files: dict[str, list[PlannedShard]] = {}

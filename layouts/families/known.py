@@ -25,16 +25,17 @@ def read_family(config: dict[str, Any]) -> Family:
 
     Raises CheckpointError or UnsupportedError naming the key at fault.
     """
-    return _family(config)(config)
+    return family_of(config)(config)
 
 
 def unknown_config_keys(config: dict[str, Any]) -> list[UnknownKey]:
     """What nobody here knows of a config.json: of the family that the engine runs, as for the
     others nothing is computed."""
-    return deepseek_v3.unknown_config_keys(config) if _family(config) is DeepSeekV3 else []
+    return deepseek_v3.unknown_config_keys(config) if family_of(config) is DeepSeekV3 else []
 
 
-def _family(config: dict[str, Any]) -> type[Family]:
+def family_of(config: dict[str, Any]) -> type[Family]:
+    """Whose model a config.json is of."""
     text = text_config(config)
     for table in (text, config):
         names = table.get("architectures")

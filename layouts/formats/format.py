@@ -1,7 +1,7 @@
 """What a quantization format is: which tensors hold a matrix, and how they become plain."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import cached_property, lru_cache
 from typing import Any, ClassVar, NamedTuple
 
@@ -139,15 +139,6 @@ class Format(ABC):
             found["code"], found["scale"], tuple(dropped), found.get("zero_point"),
             found.get("bias"),
         )  # fmt: skip
-
-    def stated(
-        self, base: str, n: int, k: int, dtypes: Mapping[str, str]
-    ) -> Iterator[tuple[str, str, tuple[int, ...]]]:
-        """Name, dtype and shape of the tensors of a matrix, as `matrix` finds them. `dtypes`: of
-        each companion that there is, where it is not the only one that it may have."""
-        for companion, _, kind in self._wanted(n, k):
-            if companion in dtypes or companion not in self.optional:
-                yield f"{base}{companion}", dtypes.get(companion, kind.dtypes[0]), kind.shape
 
     def dropped_data(self, companion: str, dtype: str, n: int, k: int) -> bytes:
         """What a dropped companion of a matrix [n, k] says. Of formats that `restores`."""

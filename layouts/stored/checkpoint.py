@@ -5,9 +5,9 @@ An expert's tensors are not there as such: their places name no bytes. What is r
 are its parts in the ranks' blobs (`StoredGroup.parts`).
 """
 
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +17,7 @@ from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.families.family import SPELLINGS
 from kconvert.layouts.fields import CONFIG_NAME
+from kconvert.layouts.formats.format import Format, Kind
 from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.manifest import MANIFEST_NAME
@@ -61,13 +62,6 @@ class StoredGroup(Group):
                 for stacked, place, digests in held.tensors:
                     yield Part(rank, held.slice.rows, stacked, place.part(local), digests[local])
 
-    @property
-    def is_cast(self) -> bool:
-        """Whether its scales are stored in another dtype than the source's."""
-        scales = (place for rank in self.ranks[:1] for kind, place, _ in rank.tensors
-                  if kind.role == "scale")  # fmt: skip
-        return any(place.dtype != self.experts[0].gate.scale.dtype for place in scales)
-
     def read_for(self, expert: int) -> Iterable[SourceTensor]:
         return (part.place for part in self.parts(expert))
 
@@ -84,6 +78,7 @@ class Stored(NamedTuple):
     output: Output
     checkpoint: Checkpoint  # its shards are the blobs
     model: Model  # of StoredGroups
+    cast: bool  # scales were cast to bfloat16
 
 
 def read_stored(folder: Path) -> Stored:
@@ -100,8 +95,8 @@ def read_stored(folder: Path) -> Stored:
     }
     held = {group: _held(output, blobs) for group, blobs in ranks.items()}
     tensors = {tensor.name: tensor for blob in common.values() for tensor in _tensors(output, blob)}
-    for blobs in ranks.values():
-        tensors |= {tensor.name: tensor for tensor in _of_experts(output, blobs)}
+    for group, blobs in ranks.items():
+        tensors |= {tensor.name: tensor for tensor in _of_experts(output, blobs, held[group])}
     everything = [*common.values(), *(blob for blobs in ranks.values() for blob in blobs)]
     checkpoint = Checkpoint(
         config=read_json(folder / CONFIG_NAME),
@@ -126,7 +121,10 @@ def read_stored(folder: Path) -> Stored:
             contents=Identity(blob.info.content if blob else "", _content(blobs)),
             digests=blob.info.digests if blob else {},
         )
-    return Stored(output, checkpoint, replace(model, groups=groups))
+    scale = next(name for name, role in output.family.format.roles.items() if role == "scale")
+    shardings = [blob.info.sharding for blobs in ranks.values() for blob in blobs]
+    cast = any(scale in sharding.dropped for sharding in shardings if sharding is not None)
+    return Stored(output, checkpoint, replace(model, groups=groups), cast)
 
 
 def _tensors(output: Output, blob: Blob) -> Iterator[SourceTensor]:
@@ -144,13 +142,13 @@ def _held(output: Output, blobs: list[Blob]) -> tuple[StoredRank, ...]:
     """What the ranks' blobs of a layer hold. Raises CheckpointError for a tensor that is not as
     config.json and the manifest have it."""
     layout, held = layout_named(output.layout)(output.dims.quantization), []
-    kinds = stacked_tensors(output.dims.quantization)
-    first = {tensor: blobs[0].stacked(tensor) for tensor in kinds}
+    all_stacked = stacked_tensors(output.dims.quantization)
+    first = {tensor: blobs[0].stacked(tensor) for tensor in all_stacked}
     for rank, blob in enumerate(blobs):
         part = rank_slice(output.dims, output.stored, rank)
         places = {tensor.name: tensor for tensor in _tensors(output, blob)}
         tensors = []
-        for stacked in kinds:
+        for stacked in all_stacked:
             name = blob.stacked(stacked).name
             cut = stacked.cut(part.rows, output.dims.hidden)
             shape = (len(part.experts), *layout.shape(stacked.role, cut.n, cut.k))
@@ -167,51 +165,54 @@ def _held(output: Output, blobs: list[Blob]) -> tuple[StoredRank, ...]:
     return tuple(held)
 
 
-def _of_experts(output: Output, blobs: list[Blob]) -> Iterator[SourceTensor]:
-    """The tensors that the experts of a layer were made from; their bytes lie elsewhere.
-
-    What w1 and gate_proj are to one another is not in a blob: the block's name tells, as published
-    checkpoints have it.
-    """
-    dims, format, blob = output.dims, output.family.format, blobs[0]
-    code = blob.stacked(stacked_tensors(dims.quantization)[0]).name
-    base = code.rpartition(".")[0] + "."
-    dtypes, n, k = _source_dtypes(output, blob), dims.intermediate, dims.hidden
-    shapes: Iterable[tuple[str, int, int]]
-    if format.fused:
-        shapes = (("gate_up_proj", 2 * n, k), ("down_proj", k, n))
-    else:
-        spelling = SPELLINGS[".block_sparse_moe." in base or ".ffn." in base]
-        shapes = [
-            (f"{expert}.{name}.", *((k, n) if name == spelling[2] else (n, k)))
-            for expert in range(dims.experts)
-            for name in spelling
-        ]
-    for name, rows, columns in shapes:
-        for tensor, dtype, shape in format.stated(f"{base}{name}", rows, columns, dtypes):
-            shape = (dims.experts, *shape) if format.fused else shape
-            nbytes = DTYPE_BYTES[dtype] * math.prod(shape)
-            yield SourceTensor(tensor, dtype, shape, output.name_of(blob), 0, nbytes)
-
-
-def _source_dtypes(output: Output, blob: Blob) -> dict[str, str]:
-    """The dtype of each companion that the source had: as it lies in the blob, or as the blob says
-    of what it does not keep so."""
-    format, sharding = output.family.format, blob.info.sharding
+def _of_experts(
+    output: Output, blobs: list[Blob], held: tuple[StoredRank, ...]
+) -> Iterator[SourceTensor]:
+    """The tensors that the experts of a layer were made from; their bytes lie elsewhere."""
+    dims, format, sharding = output.dims, output.family.format, blobs[0].info.sharding
     assert sharding is not None  # see `Output.experts`
-    unknown = sharding.dropped.keys() - format.roles.keys()
-    if unknown:
-        raise UnsupportedError(
-            f"{blob.path} says that the source had {min(unknown)}, which {format.name} has not: use"
-            " the version that wrote it."
-        )
-    kept = {
-        companion: blob.stacked(tensor).dtype
-        for companion, role in format.roles.items()
-        for tensor in stacked_tensors(output.dims.quantization)
-        if tensor.role == role and role in ("scale", "bias")
+    places = {stacked.role: place for stacked, place, _ in held[0].tensors}
+    shard, prefix = places["code"].shard, places["code"].name.rpartition(".")[0] + "."
+    _refuse_dropped(format, sharding.dropped, shard)
+    n, k = dims.intermediate, dims.hidden
+    if format.fused:
+        bases = {f"{prefix}gate_up_proj": (2 * n, k), f"{prefix}down_proj": (k, n)}
+    else:
+        # A blob does not say what they were called: published checkpoints have w1 in these blocks.
+        spelling = SPELLINGS[prefix.endswith((".block_sparse_moe.experts.", ".ffn.experts."))]
+        bases = {
+            f"{prefix}{expert}.{projection}.": shape
+            for expert in range(dims.experts)
+            for projection, shape in zip(spelling, ((n, k), (n, k), (k, n)), strict=True)
+        }
+    for base, shape in bases.items():
+        for companion, kind in format.kinds(*shape).items():
+            role = format.roles[companion]
+            if role is None and companion not in sharding.dropped:
+                continue  # it is optional, or `read_model` says that it is missing
+            dtype = sharding.dropped.get(companion) or _stored_dtype(kind, places[role].dtype)
+            whole = (dims.experts, *kind.shape) if format.fused else kind.shape
+            nbytes = DTYPE_BYTES[dtype] * prod(whole)
+            yield SourceTensor(f"{base}{companion}", dtype, whole, shard, 0, nbytes)
+
+
+def _refuse_dropped(format: Format, dropped: Mapping[str, str], shard: str) -> None:
+    """Raise UnsupportedError where the blob's writer dropped what is not known here."""
+    kinds = format.kinds(64, 128)
+    known = {
+        name: kinds[name].dtypes for name, role in format.roles.items() if role in (None, "scale")
     }
-    return kept | sharding.dropped
+    if any(dtype not in known.get(name, ()) for name, dtype in dropped.items()):
+        expected = "; ".join(f"{name}, {' or '.join(dtypes)}" for name, dtypes in known.items())
+        raise UnsupportedError(
+            f"{shard} says that {dict(dropped)!r:.80} was dropped of the source; this version knows"
+            f" {expected}."
+        )
+
+
+def _stored_dtype(kind: Kind, stored: str) -> str:
+    """The dtype that a companion had, whose data now has the dtype `stored`."""
+    return stored if stored in kind.dtypes else kind.dtypes[0]
 
 
 def _content(blobs: list[Blob]) -> str:

@@ -59,11 +59,7 @@ class Output:
                 " --json-model-override-args)."
             )
         self.family: Family = read_family(read_json(config))
-
-    @property
-    def dims(self) -> ModelDims:
-        """The sizes that sharding depends on."""
-        return self.family.dims
+        self.dims: ModelDims = self.family.dims
 
     @property
     def layout(self) -> str:

@@ -58,6 +58,8 @@ def meeting(rank: int, have: RankSlice, wanted: RankSlice) -> Piece | None:
 def cut_axis(layout: str, tensor: StackedTensor) -> int:
     """The axis of a stored tensor [experts, …, …] that the intermediate rows lie along: w13's rows
     and w2's columns. `marlin` stores a matrix's columns first, `w4a16` its rows."""
+    if tensor.role == "bias":
+        return 1
     return 1 if (tensor.matrix == "w13") == (layout == "w4a16") else 2
 
 
@@ -109,12 +111,9 @@ def reordered(
 ) -> bool:
     """Whether a rank with `have` intermediate rows holds a tensor in another order than one with
     `want` does, so that it cannot be cut and joined: marlin decides by the number of groups."""
-    group = quantization.group_size
-    ordered_by_groups = (
-        layout == "marlin" and tensor.role == "scale" and quantization.scheme == "int"
-    )
-    is_cut = tensor.axis == "columns" and bool(group)
-    return ordered_by_groups and is_cut and (have == group) != (want == group)
+    cut_scale = tensor.role == "scale" and tensor.axis == "columns"
+    group = quantization.group_size if quantization.scheme == "int" else None
+    return layout == "marlin" and cut_scale and bool(group) and (have == group) != (want == group)
 
 
 def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice) -> None:
@@ -123,7 +122,6 @@ def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted:
         raise UnsupportedError(
             f"the blobs have layout {layout!r:.40}, this version reads {' and '.join(_TILE)}."
         )
-    tensors = stacked_tensors(dims.quantization)
     have, want, group = (
         dims.intermediate // stored.moe_tp, len(wanted.rows), dims.quantization.group_size
     )  # fmt: skip
@@ -133,7 +131,10 @@ def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted:
     reason = None
     if wanted.rows.start % tile or wanted.rows.stop % tile:
         reason = f"{layout} cannot be cut there, only at multiples of {tile}"
-    elif any(reordered(layout, tensor, dims.quantization, have, want) for tensor in tensors):
+    elif any(
+        reordered(layout, tensor, dims.quantization, have, want)
+        for tensor in stacked_tensors(dims.quantization)
+    ):
         reason = "marlin orders the scales of w2 in another way where a rank has a single group"
     if reason:
         ep = max(1, dims.experts // len(wanted.experts))

@@ -2,11 +2,13 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import STACKED
+from kconvert.layouts.families.deepseek_v3 import DeepSeekV3
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import RankSlice
 from kconvert.layouts.stored.output import Blob, Output
@@ -29,6 +31,18 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:vision_tower|mm_projector|multi_modal_projector)\.")
 _TORCH = {"I32": "torch.int32", "BF16": "torch.bfloat16", "F16": "torch.float16",
           "F32": "torch.float32"}  # fmt: skip
+
+
+def open_output(folder: Path) -> Output:
+    """The output in `folder`; UnsupportedError where its experts cannot be filled in here."""
+    output = Output(folder)
+    q, family = output.dims.quantization, output.family
+    if not isinstance(family, DeepSeekV3) or q != Quantization(q.group_size):
+        raise UnsupportedError(
+            f"{folder} is {type(family).__name__} with experts in {q.text}: engines are filled with"
+            " DeepSeek-V3-style models in symmetric INT4 alone; give the engine the checkpoint."
+        )
+    return output
 
 
 class ExpertLayer(NamedTuple):
