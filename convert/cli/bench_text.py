@@ -192,6 +192,21 @@ def exact_text(table: dict[str, Any]) -> str:
     )
 
 
+def reshard_text(table: dict[str, Any]) -> str:
+    """`bench reshard`: each case beside its copies; a ratio above 1 is quicker than the better."""
+    lines = [
+        _machine(table),
+        "case                GB written       s   GB/s    cp s  O_DIRECT s  copy / it  core-s/GB",
+    ]
+    lines += [
+        f"{row['case']:<18} {row['bytes'] / 1e9:>11.1f} {row['seconds']:>7.2f} {row['gbps']:>6.2f}"
+        f" {row['copy_seconds']:>7.2f} {row['direct_copy_seconds']:>11.2f}"
+        f" {row['ratio_to_copy']:>10.2f} {row['core_seconds_per_gb']:>10.2f}"
+        for row in table["rows"]
+    ]
+    return "\n".join(lines)
+
+
 def plan_text(table: dict[str, Any]) -> str:
     """`bench plan` as a table."""
     return "\n".join(
