@@ -167,9 +167,9 @@ def _entry(file: str, data_start: int, name: str, info: Any, sizes: _Sizes | Non
         try:
             start, end = info["data_offsets"]
             dtype, shape, nbytes = sizes[(info["dtype"], *info["shape"])]
-            if type(start) is type(end) is int and len(info) == 3 and name.isascii():
-                if end - start == nbytes and 0 <= start < 1 << 62:
-                    return TensorEntry(name, dtype, shape, data_start + start, nbytes)
+            sound = type(start) is type(end) is int and len(info) == 3 and name.isascii()
+            if sound and end - start == nbytes and 0 <= start < 1 << 62:
+                return TensorEntry(name, dtype, shape, data_start + start, nbytes)
         except (KeyError, TypeError, ValueError):
             pass  # what is wrong with it is said below
     entry = _checked_entry(file, data_start, name, info)

@@ -9,7 +9,7 @@ def repack_text(table: dict[str, Any]) -> str:
     """`bench repack` as a table."""
     lines = [
         _machine(table),
-        "slice   repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
+        "slice        repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
     ]
     for row in table["rows"]:
         cores = "  ".join(
@@ -17,7 +17,7 @@ def repack_text(table: dict[str, Any]) -> str:
             for count, entry in row["on_cores"].items()
         )
         lines.append(
-            f"{row['slice']:<7} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
+            f"{row['slice']:<12} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
             f" {row['ratio_to_copy']:>15.2f}   {cores}"
         )
     return "\n".join(lines)

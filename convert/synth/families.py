@@ -1,6 +1,6 @@
-"""Models of the other families: their sizes as published, and every tensor that the family states.
+"""Models of the other families: their sizes as published, and every tensor that a family states.
 
-What a family does not state (Kimi K3's attention) has the public names, with sizes that are made up.
+Kimi K3's attention is not stated: it has the public names, with sizes that are made up.
 """
 
 from collections.abc import Iterator

@@ -1,8 +1,8 @@
 """`kconvert synth`: write a checkpoint of a real model's names, shapes and format, with random
 weights.
 
-INT4 codes keep Moonshot's grid: nibbles 1 to 15 (−7 to 7), and a ±7 in every group. A tensor's bytes
-depend on the seed and its name alone, so any part of a model equals that part of the whole.
+INT4 codes keep Moonshot's grid: nibbles 1 to 15 (−7 to 7), and a ±7 in every group. A tensor's
+bytes depend on the seed and its name alone, so any part of a model equals that part of the whole.
 """
 
 import json
