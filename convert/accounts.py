@@ -25,7 +25,8 @@ def check_accounts(plan: Plan) -> None:
         ranks = [file for file in job.files if file.rank_slice is not None]
         if len(ranks) not in (0, plan.target.parallelism.tp):
             continue
-        read = sum(tensor.nbytes for tensor in job.copied)
+        whole = job.group.whole if any(file.copied for file in job.files) else ()
+        read = sum(tensor.nbytes for tensor in whole)
         experts = [job.group.experts[e] for e in job.experts]
         for stacked in stacked_tensors(quantization):
             copies = stacked.copies(quantization, moe_tp)

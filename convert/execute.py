@@ -40,8 +40,7 @@ def memory_bound(plan: Plan, workers: int) -> int:
         if job.experts:
             expert = max(expert, memory_of_expert(plan, job.group))
         for file in job.files:
-            if file.rank_slice is not None:
-                piece = max(piece, sum(t.nbytes // t.experts for t in file.blob_tensors))
+            piece = max(piece, sum(t.blob.nbytes // t.blob.experts for t in file.stacked))
     return workers * (expert + piece + CHUNK_BYTES)
 
 

@@ -124,12 +124,12 @@ class _FromBlobs:
             self._join(parts, layout, tensor, rows, out)
             return
         whole = self._unpacked(tensor)
-        matrices = whole.reshape(len(cut.parts), -1, whole.shape[1])
+        matrices = whole.reshape(len(cut.parts), -1, *whole.shape[1:])
         for matrix, (_, source_rows, columns, at) in zip(matrices, cut.parts, strict=True):
             layout.pack_into(tensor.role, matrix, source_rows, columns, out, at)
 
     def _unpacked(self, tensor: StackedTensor) -> NDArray[Any]:
-        """All of a stacked tensor as the checkpoint orders a matrix, which w4a16 does too."""
+        """All of a stacked tensor in plain order, which is w4a16's."""
         if tensor not in self._whole:
             stored, dims = self._group.layout, self._group.dims
             order, rows = W4A16(dims.quantization), range(dims.intermediate)
@@ -152,13 +152,16 @@ class _FromBlobs:
         out: NDArray[Any],
     ) -> None:
         """Copy what each part, in the order of `layout`, has of the intermediate `rows`."""
+        quantization = self._group.dims.quantization
+        if tensor.copies(quantization, 2) == 2:  # every rank has all of it
+            out[...] = parts[0][1]
+            return
         by_rows = cut_axis(layout.name, tensor) == 1  # behind the experts'
         for part, array in parts:
             piece = meeting(part.rank, RankSlice(range(1), part.rows), RankSlice(range(1), rows))
             if piece is None:
                 continue
             length = array.shape[0 if by_rows else 1]
-            quantization = self._group.dims.quantization
             for stored, target in spans(tensor, quantization, piece, length, len(rows)):
                 if by_rows:
                     out[target] = array[stored]

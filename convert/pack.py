@@ -9,7 +9,8 @@ import numpy as np
 from kconvert.convert.expert import LoadedExpert, load, refuse_changed
 from kconvert.convert.oddities import Oddity
 from kconvert.convert.output.writer import Piece, StagedFile
-from kconvert.convert.plan import Job, Plan, PlannedTensor
+from kconvert.convert.plan import Job, Plan
+from kconvert.convert.planned import PlannedTensor
 from kconvert.convert.progress import Meter, Recorder
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.experts import Cut
@@ -44,16 +45,15 @@ class Packer:
         """`task_count(job)` tasks, always in the same order: one a whole tensor, and one an expert
         for all the ranks that hold it."""
         for file in files:
-            if file.planned.rank_slice is None:
-                for tensor in file.planned.tensors:
-                    yield partial(self._copy, job.group, file, tensor)
+            for tensor in file.planned.copied:
+                yield partial(self._copy, job.group, file, tensor)
         for index in job.experts:
             owners = [
                 (file, part.experts.index(index))
                 for file in files
                 if (part := file.planned.rank_slice) is not None and index in part.experts
             ]
-            # A file system writes a file for one thread at a time: neighbours begin elsewhere.
+            # Neighbours begin with different files: one at a time can write one.
             turn = index % max(1, len(owners))
             yield partial(self._convert, job.group, index, owners[turn:] + owners[:turn])
 
@@ -73,11 +73,14 @@ class Packer:
         with self._meter.busy("convert"):
             odd = expert.check()
         pieces = []
-        for file, local in owners:
+        remaining = list(owners)
+        while remaining:
+            free = next((i for i, (file, _) in enumerate(remaining) if file.is_free()), 0)
+            file, local = remaining.pop(free)
             with self._meter.busy("convert", count // len(owners)):
-                packed = [self._pack(tensor, expert) for tensor in file.planned.tensors]
+                packed = [self._pack(tensor, expert) for tensor in file.planned.stacked]
             with self._meter.busy("write", sum(map(len, packed))):
-                written = file.write_expert(file.planned.blob_tensors, local, packed)
+                written = file.write_expert(local, packed)
             pieces += [(file.planned.path, piece) for piece in written]
         return Done(expert.bytes_read, pieces, odd)
 

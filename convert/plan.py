@@ -9,12 +9,13 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from kconvert.convert.planned import PlannedFile, PlannedTensor
 from kconvert.convert.share import Share
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo, BlobTensor, Sharding
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-from kconvert.layouts.experts import W13_ROWS, Cut, stacked_tensors
+from kconvert.layouts.experts import W13_ROWS, stacked_tensors
 from kconvert.layouts.families.family import Family
 from kconvert.layouts.formats.format import Format, QuantizedMatrix
 from kconvert.layouts.layout import Layout
@@ -41,36 +42,6 @@ class Target(NamedTuple):
     scale_dtype: str | None = None  # what scales are cast to; None: kept
 
 
-class PlannedTensor(NamedTuple):
-    """A tensor of a blob to be, and what it is made of: a source tensor that is copied, or what
-    `Cut` takes out of every local expert."""
-
-    blob: BlobTensor
-    source: SourceTensor | Cut
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A blob to be: its path under the output, tensors with offsets, and size in bytes."""
-
-    path: str
-    tensors: tuple[PlannedTensor, ...]
-    info: BlobInfo  # with blank digests, of experts none
-    rank_slice: RankSlice | None  # None: the tensors are whole, the file is common to all ranks
-    header_bytes: int
-    nbytes: int
-
-    @property
-    def rank(self) -> int | None:
-        """Whose it is; None where it is common."""
-        return self.info.sharding and self.info.sharding.rank
-
-    @property
-    def blob_tensors(self) -> tuple[BlobTensor, ...]:
-        """Its tensors as the header lists them."""
-        return tuple(tensor.blob for tensor in self.tensors)
-
-
 @dataclass(frozen=True)
 class Job:
     """A group and the files it is converted into: the unit that is published together."""
@@ -80,8 +51,9 @@ class Job:
 
     @property
     def copied(self) -> tuple[SourceTensor, ...]:
-        """The source tensors that go unchanged into this job's common file, if it has one."""
-        return self.group.whole if any(f.rank_slice is None for f in self.files) else ()
+        """The source tensors that go unchanged into files of this job."""
+        tensors = (tensor.source for file in self.files for tensor in file.copied)
+        return tuple(source for source in tensors if isinstance(source, SourceTensor))
 
     @property
     def experts(self) -> list[int]:

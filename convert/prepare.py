@@ -44,7 +44,7 @@ class Options:
     ranks: Collection[int] | None = None
     text_only: bool = False
     overwrite: bool = False
-    workers: int | None = None  # None: see Prepared.workers
+    workers: int | None = None  # None: see worker_count
     revision: str | None = None  # of a Hub repository; None: main
     cache_dir: Path | None = None  # huggingface_hub's; None: its own default
     keep_shards: bool = False  # download into the cache, and delete nothing
@@ -81,7 +81,7 @@ class Prepared:
         """What the whole output will hold."""
         plan, target = self.plan, self.plan.target
         blobs = dict.fromkeys(plan.expected) | {
-            file.path: file.info.fingerprint for file in (*plan.files, *plan.others)
+            file.path: file.fingerprint for file in (*plan.files, *plan.others)
         }
         small = {name: digest(content) for name, content in self.small_files.items()}
         return Outline(
@@ -134,17 +134,22 @@ class Prepared:
 
     @property
     def workers(self) -> int:
-        """Threads: as asked for, or two a core (one packs while the other waits for the disk) as
-        far as their buffers fit."""
-        if self.options.workers is not None:
-            return self.options.workers
-        most = max(1, BUFFER_BYTES // max(1, memory_bound(self.plan, 1)))
-        return min(MAX_WORKERS, 2 * len(os.sched_getaffinity(0)), most)
+        """See `worker_count`."""
+        return worker_count(self.plan, self.options.workers)
 
     def disks(self) -> list[tuple[Path, int, int]]:
         """(folder, bytes needed, bytes free) of each file system that will be written."""
         needed = publish.needed_by_device(self.output, self.disk)
         return [(folder, size, shutil.disk_usage(folder).free) for folder, size in needed.items()]
+
+
+def worker_count(plan: Plan, asked: int | None) -> int:
+    """Threads: as asked for, or two a core (one packs while the other waits for the disk) as far as
+    their buffers fit."""
+    if asked is not None:
+        return asked
+    most = max(1, BUFFER_BYTES // max(1, memory_bound(plan, 1)))
+    return min(MAX_WORKERS, 2 * len(os.sched_getaffinity(0)), most)
 
 
 def prepare(source: str | Path, output: str | Path, options: Options) -> Prepared:

@@ -1,4 +1,4 @@
-"""The safetensors container: parse and check a header, of any file, without touching its data.
+"""The safetensors container: a header, read and checked without touching the data, or written.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON, then the data
 (https://huggingface.co/docs/safetensors). Stricter than the safetensors library where it is
@@ -8,11 +8,11 @@ silent (duplicate keys) and plainer where it misnames a fault (LFS pointers, tru
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kconvert.layouts.errors import CheckpointError
 
@@ -23,6 +23,7 @@ DTYPE_BYTES = {
     "I32": 4, "U32": 4, "F32": 4,
     "C64": 8, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
+_DTYPES = list(DTYPE_BYTES)
 # The safetensors library's cap is 100 MB, of which a hostile author can make 2.3 GB of objects.
 # K2.6's largest header has 0.5 MB; all its 208,550 tensors in one file would have 31.
 MAX_HEADER_BYTES = 32 << 20
@@ -86,6 +87,39 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
             " download it again."
         )
     return parse_header(read_first(8 + length), size, file)
+
+
+class Described(Protocol):
+    """A tensor that a header can list."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+D = TypeVar("D", bound=Described)
+
+
+def file_order(tensors: Iterable[D]) -> list[D]:
+    """The order of safetensors' own writer: wider dtype first, then by name."""
+    return sorted(tensors, key=lambda t: (-_DTYPES.index(t.dtype), t.name))
+
+
+def shard_header(tensors: Iterable[Described]) -> bytes:
+    """A header as safetensors' own writer makes it: no metadata, padded with spaces to 8 bytes."""
+    table, offset = {}, 0
+    for tensor in tensors:
+        end = offset + DTYPE_BYTES[tensor.dtype] * prod(tensor.shape)
+        table[tensor.name] = {
+            "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end],
+        }  # fmt: skip
+        offset = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def refuse_lfs_pointer(file: Path | str, first: bytes) -> None:

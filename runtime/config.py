@@ -40,8 +40,8 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig
     whole = read_json(folder / CONFIG_NAME)
     if family_of(whole) is not DeepSeekV3:
         raise UnsupportedError(
-            f"{folder / CONFIG_NAME}: model_type is {text_config(whole).get('model_type')!r:.60}, the"
-            " engine runs DeepSeek-V3-style models, Kimi K2's among them."
+            f"{folder / CONFIG_NAME}: model_type is {text_config(whole).get('model_type')!r:.60},"
+            " the engine runs DeepSeek-V3-style models, Kimi K2's among them."
         )
     config, sizes = text_config(whole), read_sizes(whole)
     _refuse_unknown(whole, ignored_keys)

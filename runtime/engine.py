@@ -26,6 +26,7 @@ from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses
 from kconvert.runtime.drafting.dflash import Drafter, read_weights
 from kconvert.runtime.drafting.dflash_config import DrafterConfig, TargetDims
 from kconvert.runtime.drafting.policy import AUTO, NO_TREE, Drafting, measured_costs
+from kconvert.runtime.drafting.sharding import Share, share_of
 from kconvert.runtime.model import Model
 from kconvert.runtime.weights import Blobs
 
@@ -96,9 +97,12 @@ class Engine:
         ranks = ranks or Ranks()
         mapped = Blobs(folder, ranks)
         config = read_config(folder, ignore_config_keys)
-        device, dtype = devices.choose(device, dtype, folder, config, mapped, ranks)
+        share = None if drafter is None else share_of(DrafterConfig.read(Path(drafter)), ranks)
+        device, dtype = devices.choose(
+            device, dtype, folder, config, mapped, ranks, share.nbytes if share else 0
+        )
         if device == "cuda":
-            return cls._on_gpu(config, mapped, ranks, drafter)
+            return cls._on_gpu(config, mapped, ranks, drafter, share)
         opened = None
         if drafter is not None:
             kind = torch.float32 if dtype == "float32" else torch.bfloat16
@@ -114,21 +118,35 @@ class Engine:
 
     @classmethod
     def _on_gpu(
-        cls, config: ModelConfig, blobs: Blobs, ranks: Ranks, drafter: str | Path | None
+        cls,
+        config: ModelConfig,
+        blobs: Blobs,
+        ranks: Ranks,
+        drafter: str | Path | None,
+        share: Share | None,
     ) -> "Engine":
         from kconvert.runtime.backends.cuda import CudaBackend
         from kconvert.runtime.backends.cuda_decoder import CudaDecoder
-        from kconvert.runtime.drafting.cuda_drafter import CudaDrafter
+        from kconvert.runtime.drafting.cuda_drafter import CudaDrafter, check
+        from kconvert.runtime.filling.device import memory_on
+        from kconvert.runtime.filling.filler import Filler
+        from kconvert.runtime.filling.unread import UnreadBlobs
 
+        if share is not None:  # what will be refused is refused before anything is loaded
+            share.config.check_target(_target(config))
+            check(share.config)
         ranks = ranks.on_gpus()
         device = torch.device("cuda", torch.cuda.current_device())
-        model = Model(config, blobs, CudaBackend(config, ranks, device))
-        _ = model.weights  # loads them
+        with Filler(memory_on(device)) as filler:
+            model = Model(config, UnreadBlobs(blobs, filler), CudaBackend(config, ranks, device))
+            _ = model.weights  # which says where everything goes
+            filler.wait()
         opened = None
-        if drafter is not None:
-            kind, target = DrafterConfig.read(Path(drafter)), _target(config)
-            weights = read_weights(Path(drafter), kind, target, torch.bfloat16, "cpu")
-            opened = CudaDrafter(kind, weights, model)
+        if drafter is not None and share is not None:
+            weights = read_weights(
+                Path(drafter), share.whole, _target(config), torch.bfloat16, device, share.cut
+            )
+            opened = CudaDrafter(share, weights, model)
         return cls(model, opened, CudaDecoder(model, opened))  # type: ignore[arg-type]
 
     @property

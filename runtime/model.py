@@ -129,13 +129,14 @@ class Model:
     def weights(self) -> Weights:
         """Looked up at the first forward, or before it by a backend that loads them."""
         c, ops = self.config, self.backend
-        head = "model.embed_tokens" if c.tied_head else "lm_head"
-        rows = self._get(head, c.vocabulary, c.hidden)
+        name = "model.embed_tokens" if c.tied_head else "lm_head"
+        rows = self._get(name, c.vocabulary, c.hidden)
+        head = ops.matrix(_part(rows, self._vocabulary))  # the largest first: each is one thread's
         return Weights(
             embedding=ops.embedding(self._get("model.embed_tokens", c.vocabulary, c.hidden)),
             layers=[self._layer(number) for number in range(c.layers)],
             norm=self._norm("model.norm", c.hidden, c.norm_eps),
-            head=ops.matrix(_part(rows, self._vocabulary)),
+            head=head,
         )
 
     def _layer(self, number: int) -> Layer:

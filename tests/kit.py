@@ -121,6 +121,22 @@ def marlin_formula(packed: np.ndarray) -> np.ndarray:
     return out.view(np.int32).reshape(columns // 16, 2 * rows)
 
 
+def flip(path: Path, name: str, expert: int | None = None) -> str:
+    """Change one bit of a tensor or of a local expert in the middle; the tensor's whole name."""
+    header, _ = blob.read_blob(path)
+    full = next(full for full in header.tensors if full.endswith(name))
+    tensor = header.tensors[full]
+    size = tensor.nbytes // (tensor.shape[0] if expert is not None else 1)
+    flip_byte(path, tensor.start + size * (expert or 0) + size // 2)
+    return full
+
+
+def flip_byte(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
+
+
 def torchrun(ranks: int, arguments: list[str | Path]) -> str:
     """The output of a command that runs as so many ranks."""
     tests = Path(__file__).parent

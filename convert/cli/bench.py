@@ -116,6 +116,28 @@ def bench_exchange(
     show(result, as_json, bench_text.exchange_text, quiet=False)
 
 
+@bench.command("load")
+@explained
+def bench_load(
+    paths: Annotated[list[Path], typer.Argument(help="Blobs, or folders of them.")],
+    device: Device = "auto",
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
+    """Blobs into this GPU's memory, from the page cache and from disk, beside the best possible.
+
+    The blobs of all ranks at once: torchrun --nproc-per-node N --no-python kconvert bench load …
+    """
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench import load
+
+    result = load.bench_load(paths, device, to_stderr)
+    if result["rank"] != 0:
+        return
+    _keep(result, save)
+    show(result, as_json, bench_text.load_text, quiet=False)
+
+
 Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].')]
 Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
@@ -131,6 +153,7 @@ def bench_decode(
     new_tokens: NewTokens = 128,
     dtype: Dtype = None,
     device: Device = "auto",
+    save: Save = None,
     picture: Annotated[
         Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
     ] = None,
@@ -152,6 +175,7 @@ def bench_decode(
     table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr, device)
     if table["rank"] != 0:
         return
+    _keep(table, save)
     show(table, as_json, bench_text.decode_text, quiet=False)
     if picture is not None:
         from kconvert.runtime.bench.picture import decode_picture
@@ -168,6 +192,7 @@ def bench_exact(
     count: Count = None,
     new_tokens: NewTokens = 128,
     device: Device = "auto",
+    save: Save = None,
     as_json: Json = False,
 ) -> None:
     """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs.
@@ -182,6 +207,7 @@ def bench_exact(
     chosen = read_prompts(prompts, count)
     table = measure(outputs, drafter, chosen, new_tokens, to_stderr, device=device)
     if table["rank"] == 0:
+        _keep(table, save)
         show(table, as_json, bench_text.exact_text, quiet=False)
     if not table["exact"]:
         raise typer.Exit(1)

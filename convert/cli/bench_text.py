@@ -106,6 +106,33 @@ def exchange_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def load_text(table: dict[str, Any]) -> str:
+    """`bench load` as a table: GB/s, the share of the run's best rate, and the goal of that."""
+    where = table["card"] or "the host's memory, no GPU"
+    title = f"{table['bytes'] / 1e9:.2f} GB in {table['files']} blob(s) to {where}"
+    if table["ranks"] > 1:
+        title += f", on each of {table['ranks']} ranks at once"
+    lines = [
+        f"{title}, {table['cores']} cores, {table['date']},"
+        f" buffers of {size(table['buffer_bytes'])}",
+        "from        at a time  digests    GB/s   of best    goal   slowest rank",
+    ]
+    for kind, alone in (("page cache", "best_pread"), ("disk", "raw_direct")):
+        if best := table[alone]:
+            way = "O_DIRECT" if kind == "disk" else "pread"
+            lines.append(
+                f"{kind:<11} {f'{way} alone':<18} {best['gbps']:>8.2f}   {best['threads']} threads"
+            )
+    for row in table["rows"]:
+        kind = row["from"] + (", digests" if row["digests"] and row["from"] != "disk" else "")
+        lines.append(
+            f"{row['from']:<11} {row['at_a_time']:<9} {'yes' if row['digests'] else 'no':>8}"
+            f" {row['gbps']:>8.2f} {row['of_best']:>9.2f} {table['goals'][kind]:>7.2f}"
+            f" {row['slowest_rank']:>14.2f}"
+        )
+    return "\n".join(lines)
+
+
 def decode_text(table: dict[str, Any]) -> str:
     """`bench decode` as a table."""
     lines = [

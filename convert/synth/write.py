@@ -21,10 +21,9 @@ from kconvert.convert.synth.presets import PRESETS, experts_of, shards, with_exp
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import OutputError, UnsupportedError
 from kconvert.layouts.fields import CONFIG_NAME, text_config
-from kconvert.layouts.header import DTYPE_BYTES
+from kconvert.layouts.header import DTYPE_BYTES, file_order, shard_header
 
 _CHUNK_WORDS = 1 << 20  # 8 MB of random words at a time
-_DTYPES = list(DTYPE_BYTES)
 
 
 def synth(
@@ -78,25 +77,6 @@ def synth(
     (output / "generation_config.json").write_text(json.dumps(generation))
     (output / CONFIG_NAME).write_text(json.dumps(model.config, indent=2))
     return [output / names[i] for i in wanted]
-
-
-def file_order(tensors: Iterable[SynthTensor]) -> list[SynthTensor]:
-    """The order of safetensors' own writer: wider dtype first, then by name."""
-    return sorted(tensors, key=lambda t: (-_DTYPES.index(t.dtype), t.name))
-
-
-def shard_header(tensors: Iterable[SynthTensor]) -> bytes:
-    """A shard's header as safetensors writes it: no metadata, padded with spaces to 8 bytes."""
-    table, offset = {}, 0
-    for tensor in tensors:
-        end = offset + _nbytes(tensor)
-        table[tensor.name] = {
-            "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end],
-        }  # fmt: skip
-        offset = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def shard_bytes(tensors: Iterable[SynthTensor]) -> int:

@@ -17,6 +17,7 @@ from kconvert.layouts.experts import Projection
 from kconvert.layouts.fields import ANY, CONFIG_NAME, check_fields
 from kconvert.layouts.formats.format import SCALE_DTYPES, Format, Kind, Take, groups
 from kconvert.layouts.formats.mxfp4 import GROUP_SIZE, PackedMxfp4, refuse_nvfp4
+from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.quantization import ZERO_POINTS_A_WORD, Quantization, Role
 
 SHAPE_DTYPES = ("I32", "I64")
@@ -61,6 +62,7 @@ class PackQuantized(Format):
     """INT4 and INT8, with zero points or without."""
 
     name = "pack-quantized"
+    restores = True
 
     def __init__(self, quantization: Quantization) -> None:
         self.quantization = quantization
@@ -98,6 +100,10 @@ class PackQuantized(Format):
                 f"{tensor.shard}, tensor {tensor.name}: weight_shape is {found}, expected {[n, k]}"
                 " from the packed weights."
             )
+
+    def dropped_data(self, companion: str, dtype: str, n: int, k: int) -> bytes:
+        width = DTYPE_BYTES[dtype]
+        return n.to_bytes(width, "little") + k.to_bytes(width, "little")
 
     def _misshapen(
         self, tensor: SourceTensor, role: Role | None, kind: Kind, k: int

@@ -84,6 +84,7 @@ class Format(ABC):
     optional: ClassVar[frozenset[str]] = frozenset()  # companions that may be absent
     fused: ClassVar[bool] = False  # all experts in one tensor, gate and up in one matrix
     groups_axis: ClassVar[int] = 1  # of the scales
+    restores: ClassVar[bool] = False  # whether what is stored is the plain bytes, by matrix
     copies: ClassVar[int] = 1  # of an expert that are in memory at a time: 2 if plain is a copy
 
     @abstractmethod
@@ -138,6 +139,10 @@ class Format(ABC):
             found["code"], found["scale"], tuple(dropped), found.get("zero_point"),
             found.get("bias"),
         )  # fmt: skip
+
+    def dropped_data(self, companion: str, dtype: str, n: int, k: int) -> bytes:
+        """What a dropped companion of a matrix [n, k] says. Of formats that `restores`."""
+        raise NotImplementedError
 
     @cached_property
     def _wanted(self) -> Callable[[int, int], list[tuple[str, Role | None, Kind]]]:

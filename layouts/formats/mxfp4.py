@@ -25,6 +25,7 @@ class PackedMxfp4(Format):
     [N, K/32], and no weight_shape."""
 
     name = "mxfp4-pack-quantized"
+    restores = True
     quantization = Quantization(GROUP_SIZE, scheme="mxfp4")
     roles: ClassVar[dict[str, Role | None]] = {"weight_packed": "code", "weight_scale": "scale"}
 

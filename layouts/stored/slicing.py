@@ -5,7 +5,6 @@ where the folder was converted for another tp or ep. Both orders of bytes can be
 along the intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kconvert.layouts.errors import UnsupportedError
@@ -66,27 +65,29 @@ def cut_axis(layout: str, tensor: StackedTensor) -> int:
 
 def spans(
     tensor: StackedTensor, quantization: Quantization, piece: Piece, length: int, rows: int
-) -> Iterator[Span]:
+) -> tuple[Span, ...]:
     """What of a stored tensor goes where, along `cut_axis`. w13 has the rows of gate, then those
-    of up: two spans.
+    of up: two spans, and one where they join on both sides.
 
     `length`: of the stored tensor's axis; `rows`: intermediate rows of an expert in the target.
     """
     if tensor.copies(quantization, 2) == 2:  # one scale a row of down: nothing to cut
-        if piece.row_at == 0:
-            yield Span(slice(0, length), slice(0, length))
-        return
+        return (Span(slice(0, length), slice(0, length)),) if piece.row_at == 0 else ()
     halves = len(tensor.projections)
     half = length // halves  # elements for `all_rows` rows
 
     def elements(count: int) -> int:
         return count * half // piece.all_rows
 
-    for i in range(halves):
-        start = i * half + elements(piece.rows.start)
-        at = i * elements(rows) + elements(piece.row_at)
-        size = elements(len(piece.rows))
-        yield Span(slice(start, start + size), slice(at, at + size))
+    size = elements(len(piece.rows))
+    if size == half and len(piece.rows) == rows:
+        return (Span(slice(0, length), slice(0, length)),)
+    starts = [i * half + elements(piece.rows.start) for i in range(halves)]
+    places = [i * elements(rows) + elements(piece.row_at) for i in range(halves)]
+    return tuple(
+        Span(slice(start, start + size), slice(at, at + size))
+        for start, at in zip(starts, places, strict=True)
+    )
 
 
 def target_shape(

@@ -20,7 +20,7 @@ from kconvert.layouts.stored.slicing import (
     target_shape,
 )
 from kconvert.layouts.w4a16 import W4A16
-from kconvert.runtime.plugins.filling import Filler, Transfer
+from kconvert.runtime.filling.filler import Filler, Transfer
 
 OPTION = "kconvert_digests"  # in an engine's extra config: false leaves digests unchecked
 LOADED = (
@@ -34,7 +34,7 @@ _TORCH = {"I32": "torch.int32", "BF16": "torch.bfloat16", "F16": "torch.float16"
 
 
 def open_output(folder: Path) -> Output:
-    """The output in `folder`; UnsupportedError where its experts are none that are filled in here."""
+    """The output in `folder`; UnsupportedError where its experts cannot be filled in here."""
     output = Output(folder)
     q, family = output.dims.quantization, output.family
     if not isinstance(family, DeepSeekV3) or q != Quantization(q.group_size):
@@ -147,6 +147,11 @@ def fill(
     be cut as it does, CheckpointError and OutputError where a blob is missing or foreign.
     """
     dims, wanted = output.dims, layer.wanted
+    if dims.quantization != Quantization(dims.quantization.group_size):
+        raise UnsupportedError(
+            f"{output.folder} holds {dims.quantization.text}: this plugin fills an engine with"
+            " symmetric INT4 alone; serve the checkpoint itself."
+        )
     refuse_uncuttable(dims, output.layout, output.stored, wanted)
     parts = [
         (piece, output.experts(layer.number, piece.rank))
@@ -179,9 +184,7 @@ def fill(
                     tensor, dims.quantization, axis, entry.shape, piece.all_rows, wanted
                 )
                 target = place(tensor.name, shape)
-            found = tuple(
-                spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
-            )
+            found = spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
             if found:
                 filler.add(
                     Transfer(

@@ -27,8 +27,8 @@ from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import RankSlice
 from kconvert.layouts.stored.output import Blob, Output, is_output
+from kconvert.runtime.filling.filler import Filler
 from kconvert.runtime.plugins.device import data_of, fill_shapes, memory_of, place
-from kconvert.runtime.plugins.filling import Filler
 from kconvert.runtime.plugins.loading import (
     LOADED,
     ExpertLayer,

@@ -28,10 +28,10 @@ def test_an_engine_that_cannot_be_extended_is_left_alone(engine: str, monkeypatc
 
 def test_what_is_imported() -> None:
     """Looking the entry points up, and the part that knows no engine: no torch, no compiler."""
-    modules = ["entry", "filling", "loading"]
+    modules = ["plugins.entry", "filling.filler", "plugins.loading"]
     code = (
         "import sys\n"
-        + "".join(f"import kconvert.runtime.plugins.{name}\n" for name in modules)
+        + "".join(f"import kconvert.runtime.{name}\n" for name in modules)
         + "print(sorted({m.partition('.')[0] for m in sys.modules}))"
     )
     outcome = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -18,7 +18,7 @@ from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_sl
 from kconvert.layouts.stored.output import Output
 from kconvert.layouts.stored.slicing import refuse_uncuttable
 from kconvert.layouts.w4a16 import W4A16
-from kconvert.runtime.plugins.filling import Filler, HostMemory
+from kconvert.runtime.filling.filler import Filler, HostMemory
 from kconvert.runtime.plugins.loading import ExpertLayer, fill
 
 PARALLEL = [Parallelism(tp, ep) for tp in (1, 2, 4, 8) for ep in (1, 2, 4, 8) if ep <= tp]
