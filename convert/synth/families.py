@@ -4,12 +4,13 @@ Kimi K3's attention is not stated: it has the public names, with sizes that are 
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple
 
-from kconvert.layouts.families.family import SPELLINGS, Family
+from kconvert.layouts.families.family import PROJECTIONS, Family, projections
 from kconvert.layouts.families.kimi_k3 import KimiK3
 from kconvert.layouts.families.known import read_family
-from kconvert.layouts.quantization import Role
+from kconvert.layouts.formats.format import Format
 
 
 class SynthTensor(NamedTuple):
@@ -121,7 +122,7 @@ def _layer(
 ) -> Iterator[SynthTensor]:
     yield from _stated(family, base, layer, block, config)
     if family.dims.is_moe(layer):
-        yield from _experts(family, f"{base}{block}.experts.", int(block != "mlp"))
+        yield from _experts(family, f"{base}{block}.experts.")
 
 
 def _stated(
@@ -139,7 +140,7 @@ def _stated(
         yield SynthTensor(f"{base}{name}", kind, shape)
 
 
-def _experts(family: Family, base: str, spelling: int) -> Iterator[SynthTensor]:
+def _experts(family: Family, base: str) -> Iterator[SynthTensor]:
     """As the family's format has them."""
     dims, format = family.dims, family.format
     n, k, experts = dims.intermediate, dims.hidden, dims.experts
@@ -151,24 +152,21 @@ def _experts(family: Family, base: str, spelling: int) -> Iterator[SynthTensor]:
         return
     shapes = (n, k), (n, k), (k, n)
     for expert in range(experts):
-        for projection, shape in zip(SPELLINGS[spelling], shapes, strict=True):
+        for projection, shape in zip(projections(base), shapes, strict=True):
             for companion, kind in format.kinds(*shape).items():
-                value = _value(companion, format.roles[companion], kind.shape, shape, family)
+                value = _value(format, companion, kind.shape, shape)
                 dtype = "F16" if companion == "scales" else kind.dtypes[0]
                 name = f"{base}{expert}.{projection}.{companion}"
                 yield SynthTensor(name, dtype, kind.shape, value)
 
 
+@cache
 def _value(
-    companion: str,
-    role: Role | None,
-    stored: tuple[int, ...],
-    shape: tuple[int, int],
-    family: Family,
+    format: Format, companion: str, stored: tuple[int, ...], shape: tuple[int, int]
 ) -> tuple[int, ...]:
     """What a companion must say that is not kept: the shape, trivial groups, middle zero points."""
-    quantization = family.format.quantization
-    if role is not None:
+    quantization = format.quantization
+    if format.roles[companion] is not None:
         return ()
     if companion == "g_idx":
         group = quantization.group_size or shape[1]
@@ -218,6 +216,6 @@ def _kimi_k3(text: dict[str, Any], layer: int | None) -> dict[str, tuple[int, ..
             f"{base}routed_expert_up_proj.weight": (hidden, expert),
         }
     shapes = (width, hidden), (width, hidden), (hidden, width)
-    for projection, shape in zip(SPELLINGS[0], shapes, strict=True):
+    for projection, shape in zip(PROJECTIONS, shapes, strict=True):
         modules[f"{mlp}.{projection}"] = shape
     return {f"{name}.weight": shape for name, shape in modules.items()} | others
