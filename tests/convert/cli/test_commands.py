@@ -135,7 +135,7 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     commands = ["convert", "synth", "smoke-generate", "validate", "doctor", "inspect", "finish"]
     text = "".join(kconvert(command, "--help").out for command in commands)
-    assert "<marlin|w4a16>" in text and "<k2.6|k2.6-layer|kimi-mini>" in text
+    assert "<marlin|w4a16>" in text and "<k2.6|k2.6-layer|kimi-mini|" in text
     assert "<ar|chain|ddtree>" in text and "float32|bfloat16" in text
     assert "/ --no-" not in text and "--chain-seed" in text
     assert "--version" in (first := kconvert("--help").out) and "--show-completion" in first
