@@ -7,6 +7,7 @@ from pathlib import Path
 from kconvert.convert.execute import execute
 from kconvert.convert.output import publish, state
 from kconvert.convert.output.disk import read_file
+from kconvert.convert.output.outline import EXPORT_RECORD
 from kconvert.convert.plan import Plan
 from kconvert.convert.planned import PlannedFile
 from kconvert.convert.prepare import without_collection, worker_count
@@ -18,8 +19,6 @@ from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import KconvertError, OutputError, UnsupportedError
 from kconvert.layouts.header import read_header
 from kconvert.layouts.manifest import WORK_FOLDER
-
-RECORD_NAME = "export.json"  # in the work folder: of what NEW is the export
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def run_export(prepared: PreparedExport, meter: Meter | None = None) -> Exported
         prepared = _with_current_state(prepared)  # another run may have ended since
         publish.check_space(folder, prepared.sizes)
         record = json.dumps({"export": prepared.identity}).encode() + b"\n"
-        publish.write_file(workspace, f"{WORK_FOLDER}/{RECORD_NAME}", record)
+        publish.write_file(workspace, f"{WORK_FOLDER}/{EXPORT_RECORD}", record)
         rest = prepared.rest
         execute(rest, prepared.source, workspace, prepared.workers, meter)
         for name, content in prepared.small_files.items():
@@ -163,7 +162,7 @@ def _with_current_state(prepared: PreparedExport) -> PreparedExport:
 def _recorded(folder: Path) -> str | None:
     """Of what a folder is the export, if it is one."""
     try:
-        return str(json.loads((folder / WORK_FOLDER / RECORD_NAME).read_bytes())["export"])
+        return str(json.loads((folder / WORK_FOLDER / EXPORT_RECORD).read_bytes())["export"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

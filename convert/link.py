@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kconvert.convert.expert import refuse_changed
 from kconvert.convert.output import publish
 from kconvert.convert.plan import Plan
 from kconvert.convert.planned import PlannedFile
@@ -14,6 +13,7 @@ from kconvert.convert.source import Source
 from kconvert.layouts.blob import new_digest, read_blob
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch
+from kconvert.layouts.stored.expert import refuse_changed
 
 
 def link_finished(

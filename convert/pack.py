@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kconvert.convert.expert import LoadedExpert, load, refuse_changed
+from kconvert.convert.expert import LoadedExpert, load
 from kconvert.convert.oddities import Oddity
 from kconvert.convert.output.writer import Piece, StagedFile
 from kconvert.convert.plan import Job, Plan
@@ -19,6 +19,7 @@ from kconvert.layouts.model import Group
 from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
 from kconvert.layouts.scan import all_one_code, scan_scales
+from kconvert.layouts.stored.expert import refuse_changed
 
 
 class Done(NamedTuple):

@@ -12,6 +12,9 @@ from kconvert.layouts.quantization import Quantization
 MOST = 10_000  # layers, experts, ranks: more is a damaged file or a slip of the finger
 
 
+POWERS = (1, 2, 4, 8, 16, 32)  # the numbers of ranks that are offered
+
+
 class ModelDims(NamedTuple):
     """The sizes of a model that sharding depends on."""
 
@@ -81,6 +84,14 @@ def check_parallelism(
     fits = fits or [f"--tp {p.tp}" for p in other_tp if not _problem(dims, p, constraint)]
     advice = f"; what works: {', '.join(fits)}" if fits else "; no parallelism would do"
     raise UnsupportedError(f"--tp {parallelism.tp} --ep {parallelism.ep}: {problem}{advice}.")
+
+
+def parallelisms(
+    dims: ModelDims, constraint: Callable[[int, int], str | None]
+) -> list[Parallelism]:
+    """Every tp and ep, of `POWERS`, that `check_parallelism` lets pass."""
+    every = (Parallelism(tp, ep) for tp in POWERS for ep in POWERS if ep <= tp)
+    return [parallelism for parallelism in every if not _problem(dims, parallelism, constraint)]
 
 
 def _problem(
