@@ -292,18 +292,17 @@ def _file(
     identity = identity | {
         "tensors": [(t.name, t.dtype, t.shape) for t in placed], "content": content,
     }  # fmt: skip
-    digests, expert_digests = blob.blank_digests(placed)
     info = BlobInfo(
         format=blob.FORMAT_VERSION,
         repo=target.repo,
         commit=target.commit,
         content=content,
         fingerprint=blob.digest(json.dumps(identity, sort_keys=True).encode()),
-        digests=digests,
-        expert_digests=expert_digests,
+        digests={tensor.name: blob.NO_DIGEST for tensor in placed},
+        expert_digests={tensor.name: [] for tensor in placed if tensor.experts},
         sharding=sharding,
     )
-    header_bytes = len(blob.encode_header(placed, info))
+    header_bytes = blob.header_bytes(placed, info)
     return PlannedFile(
         path=path,
         tensors=tuple(PlannedTensor(stored, sources[stored.name]) for stored in placed),

@@ -33,7 +33,7 @@ class PlannedFile:
 
     path: str
     tensors: tuple[PlannedTensor, ...]
-    info: BlobInfo | None  # with blank digests; None: it is no blob
+    info: BlobInfo | None  # with blank digests, of experts none; None: it is no blob
     rank_slice: RankSlice | None  # None: the tensors are whole, the file is common to all ranks
     header_bytes: int
     nbytes: int

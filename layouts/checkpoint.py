@@ -128,19 +128,19 @@ def take_inventory(
     if weight_map is None:
         weight_map = {name: shard for shard, header in headers.items() for name in header.tensors}
     placed = dict.fromkeys(headers, 0)
+    entries = {shard: header.tensors for shard, header in headers.items()}
     for name, shard in weight_map.items():
-        if shard not in headers:
+        if shard not in entries:
             absent[name] = shard
             continue
-        entry = headers[shard].tensors.get(name)
+        entry = entries[shard].get(name)
         if entry is None:
             raise CheckpointError(
                 f"{shard} lacks tensor {name}, which the index places there:"
                 " index and shards are not of one checkpoint."
             )
-        tensors[name] = SourceTensor(
-            name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes
-        )
+        _, dtype, shape, start, nbytes = entry
+        tensors[name] = SourceTensor(name, dtype, shape, shard, start, nbytes)
         placed[shard] += 1
     unindexed = {
         name: shard

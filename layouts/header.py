@@ -10,6 +10,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -130,12 +131,14 @@ def refuse_lfs_pointer(file: Path | str, first: bytes) -> None:
 
 
 def decode_json(
-    raw: bytes, hook: Callable[[list[tuple[str, object]]], object] | None = None
+    raw: bytes,
+    hook: Callable[[list[tuple[str, object]]], object] | None = None,
+    parse_float: Callable[[str], object] = float,
 ) -> Any:
     """The value in `raw`; ValueError or RecursionError where it is none that can be read."""
     if raw.count(b"{") + raw.count(b"[") > _MAX_TABLES:
         raise ValueError(f"more than {_MAX_TABLES:,} objects and lists")
-    return json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=hook, parse_float=parse_float)
 
 
 def parse_header(raw: bytes, file_size: int, file: str) -> Header:
@@ -144,7 +147,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     Raises CheckpointError for anything that is not a header whose tensors tile the data exactly.
     """
     try:
-        table = decode_json(raw[8:], _unique)
+        table = decode_json(raw[8:], _unique, str)  # a header has no numbers but integers
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON and duplicate keys alike
         reason = str(error).partition(";")[0]  # Python's own advice follows there
         raise CheckpointError(f"{file} has a header that cannot be read: {reason}.") from None
@@ -156,7 +159,12 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{file} has a __metadata__ that is not a map of strings to strings.")
     data_start = len(raw)
-    tensors = sorted((_entry(file, data_start, *item) for item in table.items()), key=_by_offset)
+    # JSON's true is 1 to Python, as a key of a dict too.
+    sizes: _Sizes | None = None if b"true" in raw or b"false" in raw else {}
+    tensors = sorted(
+        (_entry(file, data_start, name, info, sizes) for name, info in table.items()),
+        key=itemgetter(3, 4),  # a zero-size tensor comes before its neighbour
+    )
     expected = data_start
     for tensor in tensors:
         if tensor.start != expected:
@@ -184,11 +192,27 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return table
 
 
-def _by_offset(tensor: TensorEntry) -> tuple[int, int]:
-    return tensor.start, tensor.nbytes  # a zero-size tensor comes before its neighbour
+# (dtype, *shape) of tensors that were found sound → dtype, shape and bytes: thousands are alike.
+_Sizes = dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]]
 
 
-def _entry(file: str, data_start: int, name: str, info: object) -> TensorEntry:
+def _entry(file: str, data_start: int, name: str, info: Any, sizes: _Sizes | None) -> TensorEntry:
+    if sizes:
+        try:
+            start, end = info["data_offsets"]
+            dtype, shape, nbytes = sizes[(info["dtype"], *info["shape"])]
+            sound = type(start) is type(end) is int and len(info) == 3 and name.isascii()
+            if sound and end - start == nbytes and 0 <= start < 1 << 62:
+                return TensorEntry(name, dtype, shape, data_start + start, nbytes)
+        except (KeyError, TypeError, ValueError):
+            pass  # what is wrong with it is said below
+    entry = _checked_entry(file, data_start, name, info)
+    if sizes is not None:
+        sizes[(entry.dtype, *entry.shape)] = entry.dtype, entry.shape, entry.nbytes
+    return entry
+
+
+def _checked_entry(file: str, data_start: int, name: str, info: object) -> TensorEntry:
     if not (name.isascii() or name == name.encode("utf-8", "replace").decode("utf-8")):
         raise CheckpointError(f"{file} has a tensor name that is not valid Unicode: {name!a}.")
     if not isinstance(info, dict) or info.keys() != {"dtype", "shape", "data_offsets"}:

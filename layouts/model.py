@@ -14,11 +14,11 @@ from kconvert.layouts.families.agreement import disagreements
 from kconvert.layouts.families.family import (
     BUFFER,
     EXPERTS,
-    PROJECTION_OF,
     SCHEMES,
     SPELLINGS,
     Family,
     Location,
+    projections,
 )
 from kconvert.layouts.families.known import read_family
 from kconvert.layouts.fields import CONFIG_NAME
@@ -117,7 +117,10 @@ def read_model(checkpoint: Checkpoint) -> Model:
     # Nearly all names are experts': their parts are looked up, which is quicker than a pattern.
     numbers = {str(expert): expert for expert in range(dims.experts)}
     members = {
-        f"{projection}.{companion}" for projection in PROJECTION_OF for companion in roles
+        f"{projection}.{companion}"
+        for names in SPELLINGS.values()
+        for projection in names
+        for companion in roles
     } if not family.format.fused else set()  # fmt: skip
     group_of_experts: dict[str, str] = {}
     for name, tensor in chain(
@@ -171,7 +174,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
             raise _unplaced(checkpoint, family, group)
     prefix = name_prefix(stated[OUTER])
     for name in [*map(layer_name, sorted(layers)), OUTER]:
-        _check_stated(checkpoint, family, name, prefix, stated[name])
+        _check_stated(checkpoint, family, name, prefix, stated[name], bases.get(name, ""))
     beside = sum(
         family.format.roles.get(name.rpartition(".")[2]) == "code"
         for tensors in stated.values()
@@ -192,10 +195,11 @@ def _check_stated(
     group: str,
     prefix: str,
     tensors: dict[str, SourceTensor | None],
+    experts: str,
 ) -> None:
     """Raise CheckpointError for the first tensor of a group that config.json does not fit."""
     layer = next(iter(layer_numbers([group])), None)
-    found = next(disagreements(family, layer, prefix, tensors), None)
+    found = next(disagreements(family, layer, prefix, tensors, experts), None)
     if found is None:
         return
     shard, tensor = checkpoint.unindexed.get(found.tensor), tensors.get(found.tensor)
@@ -241,11 +245,8 @@ def _experts(tensors: Mapping[str, SourceTensor], base: str, family: Family) -> 
     if format.fused:
         yield from _fused_experts(tensors, base, family)
         return
-    code = next(iter(format.roles))
-    called = [names for names in SPELLINGS if f"{base}0.{names[0]}.{code}" in tensors]
-    spelling = called[0] if called else SPELLINGS[0]
     for expert in range(family.dims.experts):
-        gate, up, down = (f"{base}{expert}.{projection}." for projection in spelling)
+        gate, up, down = (f"{base}{expert}.{name}." for name in projections(base))
         yield Expert(
             format.matrix(tensors, gate, n, k),
             format.matrix(tensors, up, n, k),

@@ -116,10 +116,12 @@ def check_common(blobs: list[Blob], family: Family) -> Iterator[Finding]:
     """Common blobs hold every tensor that config.json implies, as it implies it, and no other."""
     common = {blob.group: blob for blob in blobs if blob.info.sharding is None}
     prefix = name_prefix([name for blob in common.values() for name in blob.header.tensors])
+    stacked = {b.group: next(iter(b.header.tensors), "") for b in blobs if b.info.sharding}
     for group, blob in common.items():
         if group != VISION:
             layer = next(iter(layer_numbers([group])), None)
-            for wrong in disagreements(family, layer, prefix, blob.header.tensors):
+            experts, tensors = stacked.get(group, ""), blob.header.tensors
+            for wrong in disagreements(family, layer, prefix, tensors, experts):
                 yield Finding(blob.path, wrong.text, wrong.tensor)
 
 

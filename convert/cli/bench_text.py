@@ -9,7 +9,7 @@ def repack_text(table: dict[str, Any]) -> str:
     """`bench repack` as a table."""
     lines = [
         _machine(table),
-        "slice   repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
+        "slice        repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
     ]
     for row in table["rows"]:
         cores = "  ".join(
@@ -17,7 +17,7 @@ def repack_text(table: dict[str, Any]) -> str:
             for count, entry in row["on_cores"].items()
         )
         lines.append(
-            f"{row['slice']:<7} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
+            f"{row['slice']:<12} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
             f" {row['ratio_to_copy']:>15.2f}   {cores}"
         )
     return "\n".join(lines)
@@ -130,6 +130,8 @@ def load_text(table: dict[str, Any]) -> str:
             f" {row['gbps']:>8.2f} {row['of_best']:>9.2f} {table['goals'][kind]:>7.2f}"
             f" {row['slowest_rank']:>14.2f}"
         )
+    if table["card"]:
+        lines.append(f"and {table['goals']['GB/s']} GB/s from the page cache without digests")
     return "\n".join(lines)
 
 
@@ -177,19 +179,29 @@ def _gpu_decode_text(table: dict[str, Any], title: str) -> str:
 
 
 def exact_text(table: dict[str, Any]) -> str:
-    """`bench exact` in a line, or a line a difference."""
+    """`bench exact` in a line, or a line a difference; on a GPU another of how near the CPU is."""
     tokens = sum(row["tokens"] for row in table["rows"])
     if table["exact"]:
-        return (
+        texts = f", texts of up to {table['longest']:,}" if table.get("longest") else ""
+        lines = [
             f"exact at tp {table['tp']}: {tokens:,} tokens in {len(table['rows'])} configurations,"
-            f" {table['prompts']} prompts, every logit bit is ar's"
+            f" {table['prompts']} prompts{texts}, every logit bit is ar's"
+        ]
+    else:
+        lines = [
+            f"NOT EXACT: {row['layout']} {row['dtype']} T {row['temperature']} {row['mode']}"
+            f" {row['budget']}, {row.get('what', 'prompt')} {key}: position {position}"
+            for row in table["rows"]
+            for key, position in row["differ"].items()
+        ]
+    if near := table.get("against_cpu"):
+        lines.append(
+            f"against the CPU: {near['tossed']} of {near['positions']:,} positions"
+            f" ({near['tossed_share']:.2%}) with other experts, whose scores are at most"
+            f" {near['widest_margin']:.1e} apart ({near['unlike']} too far for a toss); logits of"
+            f" the rest {near['median']:.1e} apart (median), {near['largest']:.1e} at most"
         )
-    return "\n".join(
-        f"NOT EXACT: {row['layout']} {row['dtype']} T {row['temperature']} {row['mode']}"
-        f" {row['budget']}, prompt {prompt}: position {position}"
-        for row in table["rows"]
-        for prompt, position in row["differ"].items()
-    )
+    return "\n".join(lines)
 
 
 def reshard_text(table: dict[str, Any]) -> str:

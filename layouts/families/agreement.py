@@ -1,7 +1,7 @@
 """Config and tensors against each other, both ways: what config.json implies is there, with its
 shape and a dtype that somebody reads, and what is there config.json implies."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
 from kconvert.layouts.families.family import BLOCKS, Family, Stated
@@ -29,18 +29,23 @@ class Disagreement(NamedTuple):
 
 
 def disagreements(
-    family: Family, layer: int | None, prefix: str, tensors: Mapping[str, Described | None]
+    family: Family,
+    layer: int | None,
+    prefix: str,
+    tensors: Mapping[str, Described | None],
+    experts: str = "",
 ) -> Iterator[Disagreement]:
     """What does not fit in a layer's tensors (None: the outer ones) but for the routed experts.
 
     `tensors` are by full name; None where a tensor's shard is not here and only its name is known.
-    `prefix` is what the model's names begin with, `language_model.` or nothing.
+    `prefix` is what the model's names begin with, `language_model.` or nothing; `experts` what
+    those of the layer's routed experts do, where it has some.
     """
     if not family.complete:
         return
     base = prefix if layer is None else f"{prefix}model.layers.{layer}."
     known: set[str] = set()
-    for module, stated in family.stated(layer, _block(base, tensors)).items():
+    for module, stated in family.stated(layer, _block(base, [experts, *tensors])).items():
         expected = _parameters(f"{base}{module}", stated, family.format, tensors)
         known |= expected.keys()
         if stated.optional and not expected.keys() & tensors.keys():
@@ -60,12 +65,10 @@ def disagreements(
         yield Disagreement(name, f"is not implied by {CONFIG_NAME}: the engines would leave it out")
 
 
-def _block(base: str, tensors: Mapping[str, object]) -> str:
+def _block(base: str, names: Iterable[str]) -> str:
     """What a layer calls its MLP: exporters of one family differ."""
-    return next(
-        (block for block in BLOCKS if any(name.startswith(f"{base}{block}.") for name in tensors)),
-        BLOCKS[0],
-    )
+    called = {name.removeprefix(base).partition(".")[0] for name in names if name.startswith(base)}
+    return next((block for block in BLOCKS if block in called), BLOCKS[0])
 
 
 def _parameters(

@@ -5,7 +5,6 @@ from abc import ABC, abstractmethod
 from typing import Any, ClassVar, NamedTuple
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.experts import Projection
 from kconvert.layouts.families.config_keys import UnknownKey
 from kconvert.layouts.fields import CONFIG_NAME, text_config
 from kconvert.layouts.formats.format import Format
@@ -14,17 +13,15 @@ from kconvert.layouts.sharding import ModelDims
 
 BUFFER = "buffer"  # the group of what is computed, not read
 PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+W_NAMES = ("w1", "w3", "w2")
 # Where a layer has its experts, and what gate, up and down are called there: the schemes that
-# families share, whose exporters differ (Mixtral's has both).
-BLOCKS = ("mlp", "block_sparse_moe", "ffn", "feed_forward")
-SPELLINGS = (PROJECTIONS, ("w1", "w3", "w2"))
-PROJECTION_OF: dict[str, Projection] = {
-    name: projection
-    for names in SPELLINGS
-    for name, projection in zip(names, ("gate", "up", "down"), strict=True)
-}  # type: ignore[assignment]
+# families share, whose exporters differ (Mixtral's has both of the first two).
+SPELLINGS: dict[str, tuple[str, str, str]] = {
+    "mlp": PROJECTIONS, "block_sparse_moe": W_NAMES, "ffn": W_NAMES, "feed_forward": PROJECTIONS,
+}  # fmt: skip
+BLOCKS = tuple(SPELLINGS)
 EXPERTS = ".experts."
-SCHEMES = "model.layers.L.{mlp,block_sparse_moe,ffn,feed_forward}.experts.E.{gate_proj,w1,…}"
+SCHEMES = ", ".join(f"…layers.L.{block}.experts.E.{names[0]}" for block, names in SPELLINGS.items())
 # Modules of a layer in the order a forward pass reads them, of all families. The last six are
 # DeepSeek's MTP layer.
 _LAYER_MODULES = (
@@ -55,15 +52,19 @@ _OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
 _VISION = ("vision_tower.", "mm_projector.", "multi_modal_projector.", "visual.", "vision_model.")
 _NUMBER = "(0|[1-9][0-9]{0,4})"  # one spelling a number: "01" is another name than "1"
 _LAYER_NAME = re.compile(rf"(?:language_model\.)?(?:model\.)?layers\.{_NUMBER}\.(.+)")
-_EXPERT_REST = re.compile(
-    rf"(?:{'|'.join(BLOCKS)})\.experts\.{_NUMBER}\.({'|'.join(PROJECTION_OF)})\.([a-z_]+)"
-)
+_EXPERT_REST = re.compile(rf"({'|'.join(BLOCKS)})\.experts\.{_NUMBER}\.([a-z0-9_]+)\.([a-z_]+)")
 _FUSED_REST = re.compile(r"mlp\.experts\.(?:gate_up_proj|down_proj)(_[a-z]+)")
 _UNSUPPORTED = {
     "weight_zero_point": "asymmetric weights (zero points), which config.json does not tell of,"
     " cannot be converted",
     "weight_g_idx": "act-order with g_idx (actorder group or dynamic) cannot be converted",
 }
+
+
+def projections(base: str) -> tuple[str, str, str]:
+    """What gate, up and down are called in a layer whose experts' names begin with `base`, which
+    ends in `experts.`"""
+    return SPELLINGS[base.removesuffix(EXPERTS).rpartition(".")[2]]
 
 
 class Location(NamedTuple):
@@ -135,8 +136,10 @@ class Family(ABC):
 
     def _expert(self, name: str, layer: int, rest: str) -> Location:
         match = _EXPERT_REST.fullmatch(rest)
-        if match and match[3] in self.format.roles and not self.format.fused:
-            return Location("expert", layer, int(match[1]))
+        if match and match[3] not in SPELLINGS[match[1]]:
+            match = None
+        if match and match[4] in self.format.roles and not self.format.fused:
+            return Location("expert", layer, int(match[2]))
         fused = _FUSED_REST.fullmatch(rest)
         if fused and fused[1] in self.format.roles:
             return Location("fused", layer)

@@ -76,8 +76,7 @@ class Gptq(Format):
         stored: NDArray[Any],
         take: Take,
     ) -> NDArray[Any]:
-        out = take(f"plain {projection} {role}", stored.shape[::-1], stored.dtype)
-        _transpose(stored, out)
+        out = turned(stored, take(f"plain {projection} {role}", stored.shape[::-1], stored.dtype))
         if role == "zero_point" and self._add_one:
             self._check_borrows(tensor, out)
             out += np.int32(0x11111111)  # modulo 2^32
@@ -166,6 +165,12 @@ def _refuse_mixed(dynamic: Any) -> None:
 
 def _quantizer(meta: Any) -> str:
     return str(meta.get("quantizer")).lower() if isinstance(meta, dict) else ""
+
+
+def turned(stored: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
+    """Fill `out` with the transpose of a matrix."""
+    _transpose(stored, out)
+    return out
 
 
 @jit

@@ -15,7 +15,7 @@ from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, Shard, SourceTensor, read_json
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import StackedTensor, stacked_tensors
-from kconvert.layouts.families.family import SPELLINGS
+from kconvert.layouts.families.family import projections
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.formats.format import Format, Kind
 from kconvert.layouts.header import DTYPE_BYTES
@@ -178,12 +178,10 @@ def _of_experts(
     if format.fused:
         bases = {f"{prefix}gate_up_proj": (2 * n, k), f"{prefix}down_proj": (k, n)}
     else:
-        # A blob does not say what they were called: published checkpoints have w1 in these blocks.
-        spelling = SPELLINGS[prefix.endswith((".block_sparse_moe.experts.", ".ffn.experts."))]
         bases = {
             f"{prefix}{expert}.{projection}.": shape
             for expert in range(dims.experts)
-            for projection, shape in zip(spelling, ((n, k), (n, k), (k, n)), strict=True)
+            for projection, shape in zip(projections(prefix), ((n, k), (n, k), (k, n)), strict=True)
         }
     for base, shape in bases.items():
         for companion, kind in format.kinds(*shape).items():
