@@ -59,7 +59,7 @@ class Worker:
         self._plan, self._turns = plan, turns
         self._shards: dict[str, Path] = {}
         self._reader = Reader(lambda shard: self._shards[shard])
-        self._packer = Packer(plan.target.layout, self._reader, meter)
+        self._packer = Packer(plan, self._reader, meter)
         self._jobs: dict[int, tuple[list[Task], list[StagedFile]]] = {}
         self._lock = threading.Lock()
 

@@ -5,14 +5,15 @@ from pathlib import Path
 
 import numpy as np
 
-from kconvert.convert.expert import refuse_changed
 from kconvert.convert.output import publish
-from kconvert.convert.plan import Plan, PlannedFile
+from kconvert.convert.plan import Plan
+from kconvert.convert.planned import PlannedFile
 from kconvert.convert.progress import Meter
 from kconvert.convert.source import Source
 from kconvert.layouts.blob import new_digest, read_blob
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch
+from kconvert.layouts.stored.expert import refuse_changed
 
 
 def link_finished(
@@ -25,7 +26,7 @@ def link_finished(
     """
     staged: list[tuple[PlannedFile, Path, Path]] = []
     for file in plan.files:
-        there = source.finished(file.path, file.info.fingerprint)
+        there = source.finished(file.path, file.fingerprint)
         link = there and publish.link(workspace, there, file.path)
         if there is not None and link is not None:
             staged.append((file, there, link))

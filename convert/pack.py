@@ -6,17 +6,20 @@ from typing import NamedTuple
 
 import numpy as np
 
-from kconvert.convert.expert import LoadedExpert, load, refuse_changed
+from kconvert.convert.expert import LoadedExpert, load
 from kconvert.convert.oddities import Oddity
 from kconvert.convert.output.writer import Piece, StagedFile
-from kconvert.convert.plan import Job, PlannedTensor
+from kconvert.convert.plan import Job, Plan
+from kconvert.convert.planned import PlannedTensor
 from kconvert.convert.progress import Meter, Recorder
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.experts import Cut
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import Group
+from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
 from kconvert.layouts.scan import all_one_code, scan_scales
+from kconvert.layouts.stored.expert import refuse_changed
 
 
 class Done(NamedTuple):
@@ -33,8 +36,8 @@ Task = Callable[[], Done]
 class Packer:
     """Turns a job into tasks that can run at once, each with buffers of its thread alone."""
 
-    def __init__(self, layout: Layout, reader: Reader, meter: Meter | Recorder) -> None:
-        self._layout = layout
+    def __init__(self, plan: Plan, reader: Reader, meter: Meter | Recorder) -> None:
+        self._plan, self._layout = plan, plan.target.layout
         self._reader = reader
         self._meter = meter
         self._scratch = Scratch()
@@ -43,9 +46,8 @@ class Packer:
         """`task_count(job)` tasks, always in the same order: one a whole tensor, and one an expert
         for all the ranks that hold it."""
         for file in files:
-            if file.planned.rank_slice is None:
-                for tensor in file.planned.tensors:
-                    yield partial(self._copy, job.group, file, tensor)
+            for tensor in file.planned.copied:
+                yield partial(self._copy, job.group, file, tensor)
         for index in job.experts:
             owners = [
                 (file, part.experts.index(index))
@@ -68,7 +70,7 @@ class Packer:
         """Pack an expert for every file; the numbers are its index among theirs."""
         count = sum(tensor.nbytes for tensor in group.read_for(index))
         with self._meter.busy("read", count):
-            expert = load(group, index, self._reader, self._scratch)
+            expert = load(self._plan, group, index, self._reader, self._scratch)
         with self._meter.busy("convert"):
             odd = expert.check()
         pieces = []
@@ -77,9 +79,9 @@ class Packer:
             free = next((i for i, (file, _) in enumerate(remaining) if file.is_free()), 0)
             file, local = remaining.pop(free)
             with self._meter.busy("convert", count // len(owners)):
-                packed = [self._pack(tensor, expert) for tensor in file.planned.tensors]
+                packed = [self._pack(tensor, expert) for tensor in file.planned.stacked]
             with self._meter.busy("write", sum(map(len, packed))):
-                written = file.write_expert(file.planned.blob_tensors, local, packed)
+                written = file.write_expert(local, packed)
             pieces += [(file.planned.path, piece) for piece in written]
         return Done(expert.bytes_read, pieces, odd)
 
@@ -99,16 +101,19 @@ def task_count(job: Job) -> int:
 
 def warm_up(layout: Layout) -> None:
     """Compile what packing needs, or load it: once, before there are several who would."""
-    n, k = 64, 128
-    codes = np.zeros((n, k // 8), np.int32)
-    all_one_code(codes)
-    layout.pack_into(
-        "code", codes, range(n), range(k), np.zeros(layout.shape("code", n, k), np.int32), 0
-    )
-    shape = layout.shape("scale", n, k)
-    groups = len(layout.quantization.groups(range(k)))
-    for dtype in ("BF16", "F32"):
-        bits = NUMPY_BITS[dtype]
-        scales = np.zeros((n, groups), bits)
-        scan_scales(scales, dtype)
-        layout.pack_into("scale", scales, range(n), range(k), np.zeros(shape, bits), 0)
+    n, k, quantization = 64, 128, layout.quantization
+    for role in quantization.roles:
+        for dtype in _dtypes_of(role, quantization):
+            source = np.zeros(quantization.plain_shape(role, n, k), NUMPY_BITS[dtype])
+            out = np.zeros(layout.shape(role, n, k), NUMPY_BITS[dtype])
+            layout.pack_into(role, source, range(n), range(k), out, 0)
+            if role == "code":
+                all_one_code(source, quantization.bits)
+            elif role == "scale":
+                scan_scales(source, dtype)
+
+
+def _dtypes_of(role: Role, quantization: Quantization) -> tuple[str, ...]:
+    if role == "scale":
+        return ("U8",) if quantization.scheme == "mxfp4" else ("BF16", "F32")
+    return ("BF16",) if role == "bias" else ("I32",)

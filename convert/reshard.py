@@ -30,5 +30,6 @@ def prepare_reshard(
             text_only=source.manifest.text_only,
             overwrite=overwrite,
             workers=workers,
+            scale_dtype="bfloat16" if source.cast else None,
         )
         return planned(source, model, Path(new), options)

@@ -23,7 +23,7 @@ _PARTIAL_MARKS = (
     ".!qb", ".!ut", ".lock", ".tmp",
 )  # fmt: skip
 _DOWNLOAD_STREAM = ":Zone.Identifier"  # Windows' note on where a file came from
-_MAX_JSON_BYTES = 64 << 20  # K2.6's index has 25
+_MAX_JSON_BYTES = 128 << 20  # the index of K2.6 has 25, that of K3 57
 
 
 class SourceTensor(NamedTuple):
@@ -128,19 +128,19 @@ def take_inventory(
     if weight_map is None:
         weight_map = {name: shard for shard, header in headers.items() for name in header.tensors}
     placed = dict.fromkeys(headers, 0)
+    entries = {shard: header.tensors for shard, header in headers.items()}
     for name, shard in weight_map.items():
-        if shard not in headers:
+        if shard not in entries:
             absent[name] = shard
             continue
-        entry = headers[shard].tensors.get(name)
+        entry = entries[shard].get(name)
         if entry is None:
             raise CheckpointError(
                 f"{shard} lacks tensor {name}, which the index places there:"
                 " index and shards are not of one checkpoint."
             )
-        tensors[name] = SourceTensor(
-            name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes
-        )
+        _, dtype, shape, start, nbytes = entry
+        tensors[name] = SourceTensor(name, dtype, shape, shard, start, nbytes)
         placed[shard] += 1
     unindexed = {
         name: shard

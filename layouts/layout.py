@@ -8,13 +8,18 @@ from numpy.typing import NDArray
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.quantization import Quantization, Role
 
+# (scheme, bits, zero points) → what the kernels call it.
+_KINDS = {
+    ("int", 4, False): "kU4B8", ("int", 8, False): "kU8B128", ("int", 4, True): "kU4",
+    ("mxfp4", 4, False): "kFE2M1f",
+}  # fmt: skip
+
 
 class Layout(ABC):
     """The order of a matrix [n, k] of one quantization. `pack_into` and `unpack` are inverses that
     share no index arithmetic: one is the proof of the other.
 
-    Source arrays are codes int32 [N, K/8] and scales [N, G] as compressed-tensors orders them, the
-    scales as their bits in an unsigned dtype.
+    Source arrays are plain (`quantization.py`), floats as their bits in an unsigned dtype.
     """
 
     name: ClassVar[str]
@@ -22,11 +27,10 @@ class Layout(ABC):
 
     def __init__(self, quantization: Quantization) -> None:
         """Raises UnsupportedError where this layout has no order for such codes."""
-        if quantization.bits != 4 or quantization.zero_point:
-            zero_points = " with zero points" if quantization.zero_point else ""
+        if (quantization.scheme, quantization.bits, quantization.zero_point) not in _KINDS:
             raise UnsupportedError(
-                f"layout {self.name} has no order for {quantization.bits}-bit codes{zero_points};"
-                " only symmetric INT4 can be converted."
+                f"layout {self.name} has no order for {quantization.text}: known are INT4 and INT8,"
+                " symmetric, INT4 with zero points, and MXFP4."
             )
         self.quantization = quantization
 
@@ -35,8 +39,9 @@ class Layout(ABC):
         """Why a matrix [n, k] cannot be stored, or None."""
 
     @abstractmethod
-    def shape(self, role: Role, n: int, k: int) -> tuple[int, int]:
-        """Shape of what is stored of a matrix [n, k]: codes in int32 words, scales in elements."""
+    def shape(self, role: Role, n: int, k: int) -> tuple[int, ...]:
+        """Shape of what is stored of a matrix [n, k]: codes and zero points in int32 words, scales
+        and biases in elements."""
 
     @abstractmethod
     def pack_into(
@@ -56,4 +61,4 @@ class Layout(ABC):
 
     @abstractmethod
     def unpack(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
-        """What `pack_into` made, back in compressed-tensors' order."""
+        """What `pack_into` made, back in plain order."""

@@ -2,44 +2,31 @@
 against its config: what the compiler plans from and the validator compares with."""
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from itertools import chain, repeat
 from typing import NamedTuple
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.families.agreement import disagreements
-from kconvert.layouts.families.deepseek_v3 import (
+from kconvert.layouts.families.family import (
     BUFFER,
-    EXPERT_MEMBERS,
     EXPERTS,
-    PROJECTIONS,
+    SCHEMES,
+    SPELLINGS,
+    Family,
     Location,
-    Sizes,
-    expert_base,
-    locate,
-    read_sizes,
+    projections,
 )
-from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, quantized_matrix
+from kconvert.layouts.families.known import read_family
+from kconvert.layouts.fields import CONFIG_NAME
+from kconvert.layouts.formats.format import Expert
 from kconvert.layouts.sharding import ModelDims
 
 OUTER, VISION = "outer", "vision"
 _WRAPPED = "language_model."
-
-
-class Expert(NamedTuple):
-    """A routed expert: gate and up are [intermediate, hidden], down is [hidden, intermediate]."""
-
-    gate: QuantizedMatrix
-    up: QuantizedMatrix
-    down: QuantizedMatrix
-
-    @property
-    def tensors(self) -> Iterator[SourceTensor]:
-        """Of all three."""
-        return (tensor for matrix in self for tensor in matrix.tensors)
 
 
 class Identity(NamedTuple):
@@ -88,16 +75,17 @@ def _identity(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> s
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes and groups of a checkpoint; groups in the order of the layers, then outer, vision."""
+    """Family and groups of a checkpoint; groups in the order of the layers, then outer, vision."""
 
-    sizes: Sizes
+    family: Family
     groups: dict[str, Group]
     skipped: tuple[str, ...] = ()  # tensors that nobody reads, as they are computed
+    quantized_beside: int = 0  # matrices beside the experts that are quantized too, and stay whole
 
     @property
     def dims(self) -> ModelDims:
         """What sharding depends on."""
-        return self.sizes.dims
+        return self.family.dims
 
 
 def layer_name(layer: int) -> str:
@@ -116,11 +104,11 @@ def read_model(checkpoint: Checkpoint) -> Model:
     Raises CheckpointError where tensors are missing or disagree with the config, UnsupportedError
     where a name has no rule or the quantization is another.
     """
-    sizes = read_sizes(checkpoint.config)
-    dims = sizes.dims
+    family = read_family(checkpoint.config)
+    dims, roles = family.dims, family.format.roles
     whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
     experts: dict[str, set[int]] = defaultdict(set)
-    prefixes: dict[str, str] = {}
+    bases: dict[str, str] = {}  # of a group with experts: what their names begin with
     absent: dict[str, set[str]] = defaultdict(set)
     here: dict[str, int] = defaultdict(int)  # tensors that are present, by group
     layers: set[int] = set()
@@ -128,26 +116,32 @@ def read_model(checkpoint: Checkpoint) -> Model:
     skipped = []
     # Nearly all names are experts': their parts are looked up, which is quicker than a pattern.
     numbers = {str(expert): expert for expert in range(dims.experts)}
+    members = {
+        f"{projection}.{companion}"
+        for names in SPELLINGS.values()
+        for projection in names
+        for companion in roles
+    } if not family.format.fused else set()  # fmt: skip
     group_of_experts: dict[str, str] = {}
     for name, tensor in chain(
         checkpoint.tensors.items(), zip(checkpoint.absent, repeat(None), strict=False)
     ):
         base, _, rest = name.partition(EXPERTS)
         number, _, member = rest.partition(".")
-        group = group_of_experts.get(base) if member in EXPERT_MEMBERS else None
+        group = group_of_experts.get(base) if member in members else None
         if group is not None and number in numbers:
             experts[group].add(numbers[number])
         else:
-            where = locate(name)
+            where = family.locate(name)
             if where.group == BUFFER:
                 skipped.append(name)
                 continue
             group = _group_of(where)
             layers.add(where.layer)
-            if where.expert >= 0:
-                experts[group].add(where.expert)
+            if where.group in ("expert", "fused"):
+                experts[group].update([where.expert] if where.expert >= 0 else range(dims.experts))
                 group_of_experts[base] = group
-                prefixes.setdefault(group, f"{base}{EXPERTS}")
+                bases.setdefault(group, f"{base}{EXPERTS}")
             else:
                 stated[group][name] = tensor
                 if tensor is not None:
@@ -158,30 +152,35 @@ def read_model(checkpoint: Checkpoint) -> Model:
             absent[group].add(checkpoint.absent[name])
             whole.setdefault(group, [])
     layers.discard(-1)  # outer and vision
+    _check_scheme(checkpoint, family, experts)
     _check_layers(layers, dims)
     groups = {}
     for name in [*map(layer_name, sorted(layers)), OUTER, VISION]:
         if name not in whole and name not in experts:
             continue
-        is_moe = any(layer >= dims.first_moe for layer in layer_numbers([name]))
-        _check_experts(name, experts.get(name, set()), dims.experts if is_moe else 0)
+        _check_experts(name, experts.get(name, set()), dims)
         if absent[name]:
             groups[name] = Group(name, (), absent=tuple(sorted(absent[name])))
             continue
-        base = prefixes.get(name, "")
+        base = bases.get(name, "")
         groups[name] = Group(
             name,
             tuple(tensor for _, tensor in sorted(whole[name], key=_reading_order)),
-            tuple(_expert(checkpoint.tensors, base, e, dims) for e in range(len(experts[name]))),
+            tuple(_experts(checkpoint.tensors, base, family)) if name in experts else (),
             base,
         )
     for group in groups.values():
-        if not group.absent and len(group.tensors) != here[group.name]:
-            raise _unplaced(checkpoint, group)
+        if not group.absent and _placed(group, family) != here[group.name]:
+            raise _unplaced(checkpoint, family, group)
     prefix = name_prefix(stated[OUTER])
     for name in [*map(layer_name, sorted(layers)), OUTER]:
-        _check_stated(checkpoint, sizes, name, prefix, stated[name])
-    return Model(sizes, groups, tuple(skipped))
+        _check_stated(checkpoint, family, name, prefix, stated[name], bases.get(name, ""))
+    beside = sum(
+        family.format.roles.get(name.rpartition(".")[2]) == "code"
+        for tensors in stated.values()
+        for name in tensors
+    )
+    return Model(family, groups, tuple(skipped), beside)
 
 
 def name_prefix(outer: Collection[str]) -> str:
@@ -192,14 +191,15 @@ def name_prefix(outer: Collection[str]) -> str:
 
 def _check_stated(
     checkpoint: Checkpoint,
-    sizes: Sizes,
+    family: Family,
     group: str,
     prefix: str,
     tensors: dict[str, SourceTensor | None],
+    experts: str,
 ) -> None:
     """Raise CheckpointError for the first tensor of a group that config.json does not fit."""
     layer = next(iter(layer_numbers([group])), None)
-    found = next(disagreements(sizes, layer, prefix, tensors), None)
+    found = next(disagreements(family, layer, prefix, tensors, experts), None)
     if found is None:
         return
     shard, tensor = checkpoint.unindexed.get(found.tensor), tensors.get(found.tensor)
@@ -208,13 +208,20 @@ def _check_stated(
     raise CheckpointError(f"{where}tensor {found.tensor} {found.text}{more}.")
 
 
-def _unplaced(checkpoint: Checkpoint, group: Group) -> CheckpointError:
+def _placed(group: Group, family: Family) -> int:
+    """How many tensors of the checkpoint a group is made of."""
+    if not (family.format.fused and group.experts):
+        return len(group.tensors)
+    return len(group.whole) + len(group.experts[0].tensors)
+
+
+def _unplaced(checkpoint: Checkpoint, family: Family, group: Group) -> CheckpointError:
     """The sentence on a tensor that has no place in its group, beside another of its kind."""
-    placed = {tensor.name for tensor in group.tensors}
+    placed = {tensor.name.partition("[")[0] for tensor in group.tensors}
     name = next(
         name
         for name in checkpoint.tensors
-        if name not in placed and _group_of(locate(name)) == group.name
+        if name not in placed and _group_of(family.locate(name)) == group.name
     )
     return CheckpointError(
         f"{checkpoint.tensors[name].shard}, tensor {name}: {group.name} has another tensor in its"
@@ -232,15 +239,61 @@ def _reading_order(item: tuple[int, SourceTensor]) -> tuple[int, str]:
     return order, tensor.name
 
 
-def _expert(
-    tensors: Mapping[str, SourceTensor], prefix: str, expert: int, dims: ModelDims
-) -> Expert:
-    n, k = dims.intermediate, dims.hidden
-    gate, up, down = (expert_base(prefix, expert, projection) for projection in PROJECTIONS)
-    return Expert(
-        quantized_matrix(tensors, gate, n, k, dims.quantization),
-        quantized_matrix(tensors, up, n, k, dims.quantization),
-        quantized_matrix(tensors, down, k, n, dims.quantization),
+def _experts(tensors: Mapping[str, SourceTensor], base: str, family: Family) -> Iterable[Expert]:
+    """A layer's experts; `base` is what their names begin with, up to `experts.`"""
+    n, k, format = family.dims.intermediate, family.dims.hidden, family.format
+    if format.fused:
+        yield from _fused_experts(tensors, base, family)
+        return
+    for expert in range(family.dims.experts):
+        gate, up, down = (f"{base}{expert}.{name}." for name in projections(base))
+        yield Expert(
+            format.matrix(tensors, gate, n, k),
+            format.matrix(tensors, up, n, k),
+            format.matrix(tensors, down, k, n),
+        )
+
+
+def _fused_experts(
+    tensors: Mapping[str, SourceTensor], base: str, family: Family
+) -> Iterable[Expert]:
+    """Experts that lie in one tensor, gate and up in one matrix: each by its part."""
+    dims, format = family.dims, family.format
+    shapes = {
+        "gate_up_proj": (2 * dims.intermediate, dims.hidden),
+        "down_proj": (dims.hidden, dims.intermediate),
+    }
+    for projection in shapes:
+        for companion in format.roles:
+            tensor = tensors.get(f"{base}{projection}{companion}")
+            if tensor is not None and (not tensor.shape or tensor.shape[0] != dims.experts):
+                raise CheckpointError(
+                    f"{tensor.shard}, tensor {tensor.name}: {list(tensor.shape)} found,"
+                    f" {dims.experts} experts expected ({CONFIG_NAME})."
+                )
+    for expert in range(dims.experts):
+        parts = {
+            name: tensor.part(expert)._replace(name=f"{name}[{expert}]")
+            for projection in shapes
+            for companion in format.roles
+            if (tensor := tensors.get(name := f"{base}{projection}{companion}")) is not None
+        }
+        gate_up, down = (
+            format.matrix(parts, f"{base}{projection}", *shape)
+            for projection, shape in shapes.items()
+        )
+        yield Expert(gate_up, gate_up, down)
+
+
+def _check_scheme(checkpoint: Checkpoint, family: Family, experts: Mapping[str, set[int]]) -> None:
+    """Of an architecture that is not known at least the experts must be."""
+    if experts or family.dims.dense is not None:
+        return
+    names = [*checkpoint.tensors, *checkpoint.absent]
+    found = [name for name in names if "expert" in name] or names
+    raise UnsupportedError(
+        f"{CONFIG_NAME}: the architecture is not known, and no tensor is called as experts are that"
+        f" can be converted ({SCHEMES}); found {', '.join(found[:3])}."
     )
 
 
@@ -259,12 +312,17 @@ def _check_layers(layers: set[int], dims: ModelDims) -> None:
         )
 
 
-def _check_experts(group: str, found: set[int], expected: int) -> None:
+def _check_experts(group: str, found: set[int], dims: ModelDims) -> None:
+    layer = next(iter(layer_numbers([group])), None)
+    is_moe = False if layer is None else dims.is_moe(layer)
+    if is_moe is None:  # where there are some, there are all
+        is_moe = bool(found)
+    expected = dims.experts if is_moe else 0
     if len(found) == expected and max(found, default=-1) == expected - 1:
         return
     raise CheckpointError(
         f"{group} has {len(found)} routed experts ({ranges(sorted(found))}), config.json says"
-        f" {expected} there (n_routed_experts, first_k_dense_replace)."
+        f" {expected} there (number of experts, dense layers)."
     )
 
 

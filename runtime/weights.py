@@ -15,18 +15,27 @@ from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION
+from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism, rank_experts
 from kconvert.runtime import tokenizer
 from kconvert.runtime.config import GENERATION_NAME
 from kconvert.runtime.distributed import Ranks
 
-NUMPY = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32}
-_FLOATS, _WORDS = ("BF16", "F32"), ("I32",)
+NUMPY = {
+    "BF16": np.uint16,
+    "F32": np.float32,
+    "I32": np.int32,
+    "U8": np.uint8,
+    "F8_E8M0": np.uint8,
+}
+_FLOATS, _WORDS, _BYTES = ("BF16", "F32"), ("I32",), ("U8", "F8_E8M0")
 # Parameters that a forward pass reads → what it can read them in.
 _DTYPES = {"weight": _FLOATS, "e_score_correction_bias": _FLOATS} | {
     tensor.name: _WORDS if tensor.role == "code" else _FLOATS for tensor in STACKED
 }
+# Of experts in MXFP4.
+_MXFP4_DTYPES = _DTYPES | {tensor.name: _BYTES for tensor in STACKED if tensor.role == "scale"}
 _SMALL_FILES = (
     CONFIG_NAME, GENERATION_NAME,
     tokenizer.RANKS_NAME, tokenizer.CONFIG_NAME, tokenizer.TEMPLATE_NAME,
@@ -98,12 +107,15 @@ class Blobs:
             raise _changed(f"{path} has another header than was written")
         if name == _VISION_BLOB:
             return
+        allowed = _DTYPES
         if info.sharding is not None:
             quantization = info.sharding.read_quantization()
+            _refuse_other(path, quantization)
             self.layout = layout_named(info.sharding.layout)(quantization)
+            allowed = _DTYPES if quantization.scheme == "int" else _MXFP4_DTYPES
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)
         for tensor in header.tensors.values():
-            dtypes = _DTYPES.get(tensor.name.rpartition(".")[2])
+            dtypes = allowed.get(tensor.name.rpartition(".")[2])
             if dtypes is not None and tensor.dtype not in dtypes:
                 raise UnsupportedError(
                     f"{path}, tensor {tensor.name}: {tensor.dtype} found, the engine computes with"
@@ -198,6 +210,15 @@ class Blobs:
         """The model's number of the rank's expert `local`."""
         split = Parallelism(self.manifest.tp, self.manifest.ep)
         return rank_experts(split.ep * tensor.entry.shape[0], split, self.rank)[local]
+
+
+def _refuse_other(path: Path, quantization: Quantization) -> None:
+    """Raise UnsupportedError for experts that no backend computes with."""
+    if (quantization.bits, quantization.zero_point, quantization.bias) != (4, False, False):
+        raise UnsupportedError(
+            f"{path}: the experts are {quantization.text}, the engine runs symmetric INT4 and"
+            " MXFP4."
+        )
 
 
 def _changed(what: str) -> CheckpointError:

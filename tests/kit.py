@@ -5,13 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from kconvert.layouts.blob import read_blob
+from kconvert.layouts import blob
 from kconvert.layouts.header import read_header
+from kconvert.layouts.manifest import encode_manifest, read_manifest
 
 DATA = Path(__file__).parent / "data"
 KIMI_MINI = DATA / "kimi-mini"
@@ -76,6 +78,32 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
+def forge(out: Path, name: str) -> None:
+    """Make headers and manifest agree with changed data, as a converter with a bug would."""
+    header, info = blob.read_blob(out / name)
+    raw = (out / name).read_bytes()
+    digests, experts = {}, {}
+    for tensor in header.tensors.values():
+        data = raw[tensor.start : tensor.start + tensor.nbytes]
+        digests[tensor.name] = blob.digest(data)
+        if tensor.name in info.expert_digests:
+            count = tensor.shape[0]
+            size = len(data) // count
+            parts = [blob.digest(data[i * size : (i + 1) * size]) for i in range(count)]
+            experts[tensor.name] = parts
+            digests[tensor.name] = blob.digest_of_experts(parts)
+    tensors = [
+        blob.BlobTensor(t.name, t.dtype, t.shape, t.start - header.data_start, t.nbytes)
+        for t in header.tensors.values()
+    ]
+    new = blob.encode_header(tensors, replace(info, digests=digests, expert_digests=experts))
+    assert len(new) == header.data_start
+    (out / name).write_bytes(new + raw[header.data_start :])
+    manifest = read_manifest(out)
+    files = {**manifest.files, name: replace(manifest.files[name], digest=blob.digest(new))}
+    (out / "kconvert.json").write_bytes(encode_manifest(replace(manifest, files=files)))
+
+
 def published(output: Path) -> list[Path]:
     """Files with a final name."""
     return [p for p in output.rglob("*") if p.is_file() and p.parent.name != ".kconvert"]
@@ -95,7 +123,7 @@ def marlin_formula(packed: np.ndarray) -> np.ndarray:
 
 def flip(path: Path, name: str, expert: int | None = None) -> str:
     """Change one bit of a tensor or of a local expert in the middle; the tensor's whole name."""
-    header, _ = read_blob(path)
+    header, _ = blob.read_blob(path)
     full = next(full for full in header.tensors if full.endswith(name))
     tensor = header.tensors[full]
     size = tensor.nbytes // (tensor.shape[0] if expert is not None else 1)

@@ -12,14 +12,13 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.blob import digest, new_digest
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.experts import Part, stacked_by_name
-from kconvert.layouts.formats.compressed_tensors import unpack_codes
+from kconvert.layouts.experts import PROJECTIONS, Part, stacked_by_name
+from kconvert.layouts.formats.format import Expert, Format
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.model import Expert
-from kconvert.layouts.quantization import Role
+from kconvert.layouts.quantization import Role, unpack_words, unpack_zero_points
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
-from kconvert.layouts.scan import scan_scales
+from kconvert.layouts.scan import cast_to_bf16, scan_scales
 from kconvert.layouts.sharding import RankSlice
 from kconvert.validate.findings import Finding
 from kconvert.validate.structure import Blob
@@ -70,16 +69,21 @@ class ExpertCheck:
         self,
         expert: Expert | None,
         layout: Layout,
+        format: Format,
         blobs: Reader,
         shards: Reader,
         scratch: Scratch,
     ) -> None:
         self._layout, self._blobs, self._shards, self._scratch = layout, blobs, shards, scratch
-        matrices = {} if expert is None else expert._asdict()
+        self._scale_dtype = "" if expert is None else expert.gate.scale.dtype
+        stored = {
+            tensor: self._read(shards, f"source {i}", tensor)
+            for i, tensor in enumerate(() if expert is None else expert.kept)
+        }
         self._source = {
-            (projection, role): self._read(shards, f"{projection} {role}", getattr(matrix, role))
-            for projection, matrix in matrices.items()
-            for role in ("code", "scale")
+            (projection, role): format.plain(projection, role, tensor, stored[tensor], scratch.take)
+            for projection, matrix in zip(PROJECTIONS, expert or (), strict=expert is not None)
+            for role, tensor in matrix.by_role.items()
         }
         self.codes = [array for (_, role), array in self._source.items() if role == "code"]
 
@@ -99,19 +103,29 @@ class ExpertCheck:
             if not self._source:
                 continue
             want = np.concatenate([self._wanted(role, source) for source in cut.parts])
+            if role == "scale" and tensor.dtype != self._scale_dtype:
+                want = self._cast(want, blob)
             got = self._layout.unpack(role, stored)
-            if not np.array_equal(got, want):
-                yield Finding(blob.path, _difference(got, want, role), name, index)
+            if got.dtype != want.dtype:
+                text = f"its scales are {tensor.dtype}, the source's {self._scale_dtype}"
+                yield Finding(blob.path, text, name, index)
+            elif not np.array_equal(got, want):
+                text = _difference(got, want, role, self._layout.quantization.bits)
+                yield Finding(blob.path, text, name, index)
 
     def _wanted(self, role: Role, part: Part) -> NDArray[Any]:
-        """The source's rows and columns, in its own order."""
-        columns = part.columns
-        if role == "code":
-            stored = range(columns.start // 8, columns.stop // 8)
-        else:
-            stored = self._layout.quantization.groups(columns)
+        """The source's rows and columns, in plain order."""
         source = self._source[part.projection, role]
-        return source[part.rows.start : part.rows.stop, stored.start : stored.stop]
+        return self._layout.quantization.part(role, source, part.rows, part.columns)
+
+    def _cast(self, scales: NDArray[Any], blob: Blob) -> NDArray[Any]:
+        """The scales as `convert --scale-dtype bfloat16` makes them, where the blob says so."""
+        assert blob.info.sharding is not None
+        if self._scale_dtype not in blob.info.sharding.dropped.values():
+            return scales
+        out = np.empty(scales.shape, np.uint16)
+        cast_to_bf16(scales, self._scale_dtype, out)
+        return out
 
     def _read(self, reader: Reader, purpose: str, tensor: SourceTensor) -> NDArray[Any]:
         array = self._scratch.take(purpose, tensor.shape, NUMPY_BITS[tensor.dtype])
@@ -127,15 +141,18 @@ def _not_finite(
         yield Finding(path, f"a scale is not finite, the first stored at {[*first]}", name, index)
 
 
-def _difference(got: NDArray[Any], want: NDArray[Any], role: Role) -> str:
+def _difference(got: NDArray[Any], want: NDArray[Any], role: Role, bits: int) -> str:
     """The first place where two matrices differ, and how many do."""
     if role == "code":
-        got, want = unpack_codes(got), unpack_codes(want)
+        got, want = unpack_words(got, bits), unpack_words(want, bits)
+    elif role == "zero_point":
+        got, want = unpack_zero_points(got), unpack_zero_points(want)
     places = np.argwhere(got != want)
-    row, column = places[0]
-    what = role + (" differs" if len(places) == 1 else "s differ")
+    place = tuple(places[0])
+    what = role.replace("_", " ") + (" differs" if len(places) == 1 else "s differ")
+    where = f"row {place[0]}" + (f", column {place[1]}" if len(place) > 1 else "")
     return (
-        f"{len(places):,} {what} from the source; first at row {row}, column {column}:"
-        f" {want[row, column]} expected, {got[row, column]} found"
-        f"{'' if role == 'code' else ' (bits)'}"
+        f"{len(places):,} {what} from the source; first at {where}:"
+        f" {want[place]} expected, {got[place]} found"
+        f"{'' if role in ('code', 'zero_point') else ' (bits)'}"
     )

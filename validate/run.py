@@ -12,18 +12,19 @@ from kconvert.convert.source.local import refuse_damaged
 from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.checkpoint import Checkpoint, read_checkpoint, read_json
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-from kconvert.layouts.families.deepseek_v3 import read_sizes
+from kconvert.layouts.families.family import Family
+from kconvert.layouts.families.known import read_family
 from kconvert.layouts.fields import CONFIG_NAME
-from kconvert.layouts.formats.compressed_tensors import unpack_codes
 from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION, Group, read_model
+from kconvert.layouts.quantization import integers
 from kconvert.layouts.reader import Reader, Scratch
 from kconvert.layouts.registry import layout_named
-from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
+from kconvert.layouts.sharding import Parallelism, RankSlice, rank_slice
 from kconvert.validate import structure
 from kconvert.validate.content import ExpertCheck, check_whole
 from kconvert.validate.findings import Finding, Validation
-from kconvert.validate.library import library_codes
+from kconvert.validate.library import DECODED, library_codes
 from kconvert.validate.structure import Blob
 
 Check = Callable[[], Iterable[Finding]]
@@ -50,17 +51,17 @@ def run(
     result.findings += structure.check_files(output, manifest)
     if any(finding.file == CONFIG_NAME for finding in result.findings):
         return result  # the shapes that the headers should have are not known
-    sizes = read_sizes(read_json(output / CONFIG_NAME))
-    dims = sizes.dims
+    family = read_family(read_json(output / CONFIG_NAME))
+    dims = family.dims
     result.findings += structure.check_complete(manifest, dims)
     result.findings += structure.check_headers(manifest, blobs, dims)
-    result.findings += structure.check_common(blobs, sizes)
+    result.findings += structure.check_common(blobs, family)
     if source is not None and checkpoint is not None and groups is not None:
         result.findings += _check_small_files(output, source, checkpoint)
         result.findings += _check_groups(manifest, blobs, groups)
     if result.findings:
         return result  # the data would be read by headers that are not to be trusted
-    data = _Data(output, source, manifest, dims, result, progress)
+    data = _Data(output, source, manifest, family, result, progress)
     try:
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
             for name in sorted({blob.group for blob in blobs}):
@@ -112,12 +113,12 @@ class _Data:
         output: Path,
         source: Path | None,
         manifest: Manifest,
-        dims: ModelDims,
+        family: Family,
         result: Validation,
         progress: Callable[[int], None],
     ) -> None:
-        self._dims = dims
-        self._layout = layout_named(manifest.layout)(dims.quantization)
+        self._dims, self._format = family.dims, family.format
+        self._layout = layout_named(manifest.layout)(family.dims.quantization)
         self._parallelism = Parallelism(manifest.tp, manifest.ep)
         self._result = result
         self._scratch = Scratch()
@@ -174,11 +175,14 @@ class _Data:
         self, owners: list[tuple[Blob, RankSlice]], group: Group | None, index: int
     ) -> Iterator[Finding]:
         expert = None if group is None else group.experts[index]
-        check = ExpertCheck(expert, self._layout, self._blobs, self._shards, self._scratch)
+        check = ExpertCheck(
+            expert, self._layout, self._format, self._blobs, self._shards, self._scratch
+        )
         for blob, part in owners:
             yield from check.check(blob, part, index, self._dims.hidden)
         if index == 0:  # decoding by the library is slow: one expert a layer
-            for packed in check.codes:
-                if not np.array_equal(unpack_codes(packed), library_codes(packed)):
+            plain = self._dims.quantization._replace(zero_point=False)
+            for words in check.codes if self._format.name in DECODED else ():
+                if not np.array_equal(integers(plain, words), library_codes(plain, words)):
                     text = "compressed-tensors reads other codes"
                     yield Finding(owners[0][0].path, text, None, 0)

@@ -9,7 +9,7 @@ def repack_text(table: dict[str, Any]) -> str:
     """`bench repack` as a table."""
     lines = [
         _machine(table),
-        "slice   repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
+        "slice        repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
     ]
     for row in table["rows"]:
         cores = "  ".join(
@@ -17,7 +17,7 @@ def repack_text(table: dict[str, Any]) -> str:
             for count, entry in row["on_cores"].items()
         )
         lines.append(
-            f"{row['slice']:<7} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
+            f"{row['slice']:<12} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
             f" {row['ratio_to_copy']:>15.2f}   {cores}"
         )
     return "\n".join(lines)
@@ -222,6 +222,21 @@ def exact_text(table: dict[str, Any]) -> str:
             f" {near['widest_margin']:.1e} apart ({near['unlike']} too far for a toss); logits of"
             f" the rest {near['median']:.1e} apart (median), {near['largest']:.1e} at most"
         )
+    return "\n".join(lines)
+
+
+def reshard_text(table: dict[str, Any]) -> str:
+    """`bench reshard`: each case beside its copies; a ratio above 1 is quicker than the better."""
+    lines = [
+        _machine(table),
+        "case                GB written       s   GB/s    cp s  O_DIRECT s  copy / it  core-s/GB",
+    ]
+    lines += [
+        f"{row['case']:<18} {row['bytes'] / 1e9:>11.1f} {row['seconds']:>7.2f} {row['gbps']:>6.2f}"
+        f" {row['copy_seconds']:>7.2f} {row['direct_copy_seconds']:>11.2f}"
+        f" {row['ratio_to_copy']:>10.2f} {row['core_seconds_per_gb']:>10.2f}"
+        for row in table["rows"]
+    ]
     return "\n".join(lines)
 
 

@@ -2,7 +2,7 @@
 
 import os
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -60,6 +60,10 @@ def convert(
     text_only: Annotated[
         bool, typer.Option("--text-only", help="Leave the vision tower out.")
     ] = False,
+    scale_dtype: Annotated[
+        Literal["bfloat16"] | None,
+        typer.Option(help="Cast the experts' scales, and say what is lost; kept if not given."),
+    ] = None,
     verify: Verify = False,
     overwrite: Overwrite = False,
     dry_run: DryRun = False,
@@ -95,6 +99,7 @@ def convert(
         keep_shards=keep_shards,
         share=share_of_launcher(os.environ) if share is None else parse_share(share),
         verify=verify,
+        scale_dtype=scale_dtype,
     )
     if share is None and options.share:
         to_stderr(f"{options.share.name}, as the launcher says; --share 0/1 converts all")

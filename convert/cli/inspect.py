@@ -22,6 +22,10 @@ def inspect(
             " the Hub.",
         ),
     ],
+    tensors: Annotated[
+        str | None,
+        typer.Option(metavar="PATTERN", help="Also list the tensors with such names: '*.norm.*'."),
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Say what something is, and what it holds.
@@ -33,7 +37,7 @@ def inspect(
 
     if not path:
         raise typer.BadParameter("it is empty", param_hint="PATH")
-    table = look(path)
+    table = look(path, tensors)
     show(table, as_json, text.inspection_text, quiet=False)
     if table.get("refused"):
         to_stderr(f"kconvert: {table['refused']}")

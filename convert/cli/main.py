@@ -11,7 +11,9 @@ import typer
 from kconvert.convert.cli.bench import bench
 from kconvert.convert.cli.common import INTERRUPTED, interrupted, sentence_of, to_stderr
 from kconvert.convert.cli.convert import convert, finish
+from kconvert.convert.cli.diff import diff
 from kconvert.convert.cli.doctor import doctor
+from kconvert.convert.cli.export import export
 from kconvert.convert.cli.inspect import inspect
 from kconvert.convert.cli.reshard import reshard
 from kconvert.convert.cli.smoke_generate import smoke_generate
@@ -25,7 +27,18 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 # In the order of --help.
-for command in (convert, finish, reshard, doctor, validate, inspect, synth, smoke_generate):
+for command in (
+    convert,
+    finish,
+    reshard,
+    export,
+    doctor,
+    validate,
+    diff,
+    inspect,
+    synth,
+    smoke_generate,
+):
     app.command()(command)
 app.add_typer(bench, name="bench")
 

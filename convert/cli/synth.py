@@ -17,7 +17,10 @@ from kconvert.convert.cli.common import (
 )
 
 # As in kconvert.convert.synth.presets, which is not for `--help` to load.
-Preset = Literal["k2.6", "k2.6-layer", "kimi-mini"]
+Preset = Literal[
+    "k2.6", "k2.6-layer", "kimi-mini", "k3", "deepseek-v3", "qwen3-235b", "mixtral-8x7b",
+    "glm-4.6", "minimax-m2", "gpt-oss-120b",
+]  # fmt: skip
 
 
 @explained
@@ -33,7 +36,7 @@ def synth(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a checkpoint in K2.6's exact format with random weights, for trials."""
+    """Write a checkpoint of a model's names, shapes and format with random weights, for trials."""
     from kconvert.convert.cli import text
     from kconvert.convert.synth import write as maker
 

@@ -9,6 +9,7 @@ from kconvert.layouts.errors import printable
 from kconvert.layouts.model import groups_text
 
 if TYPE_CHECKING:
+    from kconvert.convert.export import Exported
     from kconvert.convert.prepare import Prepared
     from kconvert.convert.run import Conversion
     from kconvert.layouts.manifest import Manifest
@@ -127,6 +128,24 @@ def finish_table(output: Path, manifest: "Manifest") -> dict[str, Any]:
 def finish_text(table: dict[str, Any]) -> str:
     """The same for a person."""
     return f"{table['output']}: complete, {table['files']} files"
+
+
+def export_table(result: "Exported") -> dict[str, Any]:
+    """An export that was done."""
+    stages = {name: asdict(stage) for name, stage in result.stages.items()}
+    return {**vars(result), "folder": str(result.folder), "stages": stages}
+
+
+def export_text(table: dict[str, Any]) -> str:
+    """The same for a person."""
+    lines = [
+        f"{table['folder']}: {table['tensors']:,} tensors in {table['shards']} shards;"
+        f" {table['files_written']} written, {size(table['bytes_written'])}; {table['files_kept']}"
+        " were there already"
+    ]
+    if table["files_written"]:
+        lines.append(f"took {hours(table['seconds'])}: {_shares(table)}")
+    return _text([*lines, *(f"warning: {text}" for text in table["warnings"])])
 
 
 def _shares(table: dict[str, Any]) -> str:

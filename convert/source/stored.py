@@ -14,6 +14,7 @@ class StoredSource(LocalSource):
     """The blobs of an output; of where they were made from, what the manifest says."""
 
     manifest: Manifest
+    cast: bool  # its scales were cast to bfloat16
 
     @property
     def verified(self) -> bool:
@@ -43,5 +44,6 @@ def open_stored(folder: Path) -> tuple[StoredSource, Model]:
         name=manifest.repo,
         commit=manifest.commit,
         manifest=manifest,
+        cast=stored.cast,
     )
     return source, stored.model

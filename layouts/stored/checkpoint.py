@@ -6,17 +6,19 @@ are its parts in the ranks' blobs (`StoredGroup.parts`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, Shard, SourceTensor, read_json
-from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.experts import STACKED, StackedTensor
-from kconvert.layouts.families.deepseek_v3 import PROJECTIONS, expert_base
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.experts import StackedTensor, stacked_tensors
+from kconvert.layouts.families.family import projections
 from kconvert.layouts.fields import CONFIG_NAME
-from kconvert.layouts.formats.compressed_tensors import matrix_tensors
+from kconvert.layouts.formats.format import Format, Kind
+from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.manifest import MANIFEST_NAME
 from kconvert.layouts.model import Group, Identity, Model, layer_name, read_model
@@ -76,6 +78,7 @@ class Stored(NamedTuple):
     output: Output
     checkpoint: Checkpoint  # its shards are the blobs
     model: Model  # of StoredGroups
+    cast: bool  # scales were cast to bfloat16
 
 
 def read_stored(folder: Path) -> Stored:
@@ -118,7 +121,10 @@ def read_stored(folder: Path) -> Stored:
             contents=Identity(blob.info.content if blob else "", _content(blobs)),
             digests=blob.info.digests if blob else {},
         )
-    return Stored(output, checkpoint, Model(model.sizes, groups, model.skipped))
+    scale = next(name for name, role in output.family.format.roles.items() if role == "scale")
+    shardings = [blob.info.sharding for blobs in ranks.values() for blob in blobs]
+    cast = any(scale in sharding.dropped for sharding in shardings if sharding is not None)
+    return Stored(output, checkpoint, replace(model, groups=groups), cast)
 
 
 def _tensors(output: Output, blob: Blob) -> Iterator[SourceTensor]:
@@ -136,12 +142,13 @@ def _held(output: Output, blobs: list[Blob]) -> tuple[StoredRank, ...]:
     """What the ranks' blobs of a layer hold. Raises CheckpointError for a tensor that is not as
     config.json and the manifest have it."""
     layout, held = layout_named(output.layout)(output.dims.quantization), []
-    first = {tensor: blobs[0].stacked(tensor) for tensor in STACKED}
+    all_stacked = stacked_tensors(output.dims.quantization)
+    first = {tensor: blobs[0].stacked(tensor) for tensor in all_stacked}
     for rank, blob in enumerate(blobs):
         part = rank_slice(output.dims, output.stored, rank)
         places = {tensor.name: tensor for tensor in _tensors(output, blob)}
         tensors = []
-        for stacked in STACKED:
+        for stacked in all_stacked:
             name = blob.stacked(stacked).name
             cut = stacked.cut(part.rows, output.dims.hidden)
             shape = (len(part.experts), *layout.shape(stacked.role, cut.n, cut.k))
@@ -162,25 +169,48 @@ def _of_experts(
     output: Output, blobs: list[Blob], held: tuple[StoredRank, ...]
 ) -> Iterator[SourceTensor]:
     """The tensors that the experts of a layer were made from; their bytes lie elsewhere."""
-    dims, sharding = output.dims, blobs[0].info.sharding
+    dims, format, sharding = output.dims, output.family.format, blobs[0].info.sharding
     assert sharding is not None  # see `Output.experts`
-    code, scale = (
-        next(place for stacked, place, _ in held[0].tensors if stacked.role == role)
-        for role in ("code", "scale")
-    )
-    prefix = code.name.rpartition(".")[0] + "."
+    places = {stacked.role: place for stacked, place, _ in held[0].tensors}
+    shard, prefix = places["code"].shard, places["code"].name.rpartition(".")[0] + "."
+    _refuse_dropped(format, sharding.dropped, shard)
     n, k = dims.intermediate, dims.hidden
-    for expert in range(dims.experts):
-        for projection, (rows, columns) in zip(PROJECTIONS, ((n, k), (n, k), (k, n)), strict=True):
-            yield from matrix_tensors(
-                expert_base(prefix, expert, projection),
-                rows,
-                columns,
-                dims.quantization,
-                scale.dtype,
-                sharding.dropped,
-                code.shard,
-            )
+    if format.fused:
+        bases = {f"{prefix}gate_up_proj": (2 * n, k), f"{prefix}down_proj": (k, n)}
+    else:
+        bases = {
+            f"{prefix}{expert}.{projection}.": shape
+            for expert in range(dims.experts)
+            for projection, shape in zip(projections(prefix), ((n, k), (n, k), (k, n)), strict=True)
+        }
+    for base, shape in bases.items():
+        for companion, kind in format.kinds(*shape).items():
+            role = format.roles[companion]
+            if role is None and companion not in sharding.dropped:
+                continue  # it is optional, or `read_model` says that it is missing
+            dtype = sharding.dropped.get(companion) or _stored_dtype(kind, places[role].dtype)
+            whole = (dims.experts, *kind.shape) if format.fused else kind.shape
+            nbytes = DTYPE_BYTES[dtype] * prod(whole)
+            yield SourceTensor(f"{base}{companion}", dtype, whole, shard, 0, nbytes)
+
+
+def _refuse_dropped(format: Format, dropped: Mapping[str, str], shard: str) -> None:
+    """Raise UnsupportedError where the blob's writer dropped what is not known here."""
+    kinds = format.kinds(64, 128)
+    known = {
+        name: kinds[name].dtypes for name, role in format.roles.items() if role in (None, "scale")
+    }
+    if any(dtype not in known.get(name, ()) for name, dtype in dropped.items()):
+        expected = "; ".join(f"{name}, {' or '.join(dtypes)}" for name, dtypes in known.items())
+        raise UnsupportedError(
+            f"{shard} says that {dict(dropped)!r:.80} was dropped of the source; this version knows"
+            f" {expected}."
+        )
+
+
+def _stored_dtype(kind: Kind, stored: str) -> str:
+    """The dtype that a companion had, whose data now has the dtype `stored`."""
+    return stored if stored in kind.dtypes else kind.dtypes[0]
 
 
 def _content(blobs: list[Blob]) -> str:

@@ -7,8 +7,9 @@ from typing import NamedTuple
 from kconvert.layouts.blob import COMMON_FOLDER, BlobInfo, digest, rank_folder, read_blob
 from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError, UnsupportedError
-from kconvert.layouts.experts import STACKED, StackedTensor
-from kconvert.layouts.families.deepseek_v3 import read_sizes
+from kconvert.layouts.experts import StackedTensor, stacked_tensors
+from kconvert.layouts.families.family import Family
+from kconvert.layouts.families.known import read_family
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import Header, TensorEntry
 from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -57,7 +58,8 @@ class Output:
                 " take other settings as options (vLLM: --hf-overrides, SGLang:"
                 " --json-model-override-args)."
             )
-        self.dims: ModelDims = read_sizes(read_json(config)).dims
+        self.family: Family = read_family(read_json(config))
+        self.dims: ModelDims = self.family.dims
 
     @property
     def layout(self) -> str:
@@ -106,7 +108,7 @@ class Output:
                 f"{blob.path} is quantized with {sharding.quantization}, {CONFIG_NAME} says"
                 f" {self.dims.quantization}: convert again."
             )
-        for tensor in STACKED:
+        for tensor in stacked_tensors(self.dims.quantization):
             blob.stacked(tensor)
         return blob
 

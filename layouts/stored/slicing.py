@@ -8,7 +8,7 @@ along the intermediate axis, between whole tiles and groups (facts and formulas:
 from typing import NamedTuple
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.experts import STACKED, StackedTensor
+from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
 
@@ -58,6 +58,8 @@ def meeting(rank: int, have: RankSlice, wanted: RankSlice) -> Piece | None:
 def cut_axis(layout: str, tensor: StackedTensor) -> int:
     """The axis of a stored tensor [experts, …, …] that the intermediate rows lie along: w13's rows
     and w2's columns. `marlin` stores a matrix's columns first, `w4a16` its rows."""
+    if tensor.role == "bias":
+        return 1
     return 1 if (tensor.matrix == "w13") == (layout == "w4a16") else 2
 
 
@@ -110,7 +112,7 @@ def reordered(
     """Whether a rank with `have` intermediate rows holds a tensor in another order than one with
     `want` does, so that it cannot be cut and joined: marlin decides by the number of groups."""
     cut_scale = tensor.role == "scale" and tensor.axis == "columns"
-    group = quantization.group_size
+    group = quantization.group_size if quantization.scheme == "int" else None
     return layout == "marlin" and cut_scale and bool(group) and (have == group) != (want == group)
 
 
@@ -129,7 +131,10 @@ def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted:
     reason = None
     if wanted.rows.start % tile or wanted.rows.stop % tile:
         reason = f"{layout} cannot be cut there, only at multiples of {tile}"
-    elif any(reordered(layout, tensor, dims.quantization, have, want) for tensor in STACKED):
+    elif any(
+        reordered(layout, tensor, dims.quantization, have, want)
+        for tensor in stacked_tensors(dims.quantization)
+    ):
         reason = "marlin orders the scales of w2 in another way where a rank has a single group"
     if reason:
         ep = max(1, dims.experts // len(wanted.experts))

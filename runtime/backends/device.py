@@ -74,6 +74,8 @@ def _refusal(dtype: str | None, config: ModelConfig, blobs: Blobs, ranks: Ranks)
     if not config.norm_topk:
         return "norm_topk_prob is false, which the router's kernel does not do"
     layout = blobs.layout
+    if layout is not None and layout.quantization.scheme != "int":
+        return f"the experts are {layout.quantization.text}, the kernels take INT4"
     group = layout.quantization.group_size if layout is not None else 32
     if group is None:
         return "scales are channelwise, the kernels take groups of 32, 64 or 128"

@@ -2,11 +2,14 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import STACKED
+from kconvert.layouts.families.deepseek_v3 import DeepSeekV3
+from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import RankSlice
 from kconvert.layouts.stored.output import Blob, Output
 from kconvert.layouts.stored.slicing import (
@@ -28,6 +31,18 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:vision_tower|mm_projector|multi_modal_projector)\.")
 _TORCH = {"I32": "torch.int32", "BF16": "torch.bfloat16", "F16": "torch.float16",
           "F32": "torch.float32"}  # fmt: skip
+
+
+def open_output(folder: Path) -> Output:
+    """The output in `folder`; UnsupportedError where its experts cannot be filled in here."""
+    output = Output(folder)
+    q, family = output.dims.quantization, output.family
+    if not isinstance(family, DeepSeekV3) or q != Quantization(q.group_size):
+        raise UnsupportedError(
+            f"{folder} is {type(family).__name__} with experts in {q.text}: engines are filled with"
+            " DeepSeek-V3-style models in symmetric INT4 alone; give the engine the checkpoint."
+        )
+    return output
 
 
 class ExpertLayer(NamedTuple):
@@ -132,6 +147,11 @@ def fill(
     be cut as it does, CheckpointError and OutputError where a blob is missing or foreign.
     """
     dims, wanted = output.dims, layer.wanted
+    if dims.quantization != Quantization(dims.quantization.group_size):
+        raise UnsupportedError(
+            f"{output.folder} holds {dims.quantization.text}: this plugin fills an engine with"
+            " symmetric INT4 alone; serve the checkpoint itself."
+        )
     refuse_uncuttable(dims, output.layout, output.stored, wanted)
     parts = [
         (piece, output.experts(layer.number, piece.rank))

@@ -33,6 +33,7 @@ from kconvert.runtime.plugins.loading import (
     common_blobs,
     experts_of,
     fill,
+    open_output,
     take_option,
 )
 
@@ -111,7 +112,7 @@ class KconvertLoader(DefaultModelLoader):
 
     def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[Any]:
         """Called by load_model, before load_weights_and_postprocess."""
-        output = Output(Path(model_config.model_path))
+        output = open_output(Path(model_config.model_path))
         _refuse_options()
         if not self._check:
             _log.warning("kconvert: digests are not checked; damaged blobs would go unnoticed.")

@@ -36,6 +36,7 @@ from kconvert.runtime.plugins.loading import (
     common_blobs,
     experts_of,
     fill,
+    open_output,
     take_option,
 )
 
@@ -70,7 +71,7 @@ class KconvertLoader(DefaultModelLoader):
             _log.info("kconvert: %s is no converted folder; vLLM's own loader reads it.", folder)
             self._default.load_weights(model, model_config)
             return
-        output, begin = Output(folder), time.perf_counter()
+        output, begin = open_output(folder), time.perf_counter()
         _refuse_options()
         layers = {
             name: module

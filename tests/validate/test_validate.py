@@ -8,10 +8,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from kit import KIMI_MINI, SHARD, change_json, copy_mini
+from kit import KIMI_MINI, SHARD, change_json, copy_mini, forge
 
 from kconvert.convert import convert
-from kconvert.layouts import blob
 from kconvert.layouts.header import read_header
 from kconvert.layouts.manifest import encode_manifest, read_manifest
 from kconvert.validate import validate
@@ -40,32 +39,6 @@ def flip(path: Path, at: int) -> None:
 
 def flip_tensor(out: Path, name: str, tensor: str, at: int) -> None:
     flip(out / name, read_header(out / name).tensors[tensor].start + at)
-
-
-def forge(out: Path, name: str) -> None:
-    """Make headers and manifest agree with changed data, as a converter with a bug would."""
-    header, info = blob.read_blob(out / name)
-    raw = (out / name).read_bytes()
-    digests, experts = {}, {}
-    for tensor in header.tensors.values():
-        data = raw[tensor.start : tensor.start + tensor.nbytes]
-        digests[tensor.name] = blob.digest(data)
-        if tensor.name in info.expert_digests:
-            count = tensor.shape[0]
-            size = len(data) // count
-            parts = [blob.digest(data[i * size : (i + 1) * size]) for i in range(count)]
-            experts[tensor.name] = parts
-            digests[tensor.name] = blob.digest_of_experts(parts)
-    tensors = [
-        blob.BlobTensor(t.name, t.dtype, t.shape, t.start - header.data_start, t.nbytes)
-        for t in header.tensors.values()
-    ]
-    new = blob.encode_header(tensors, replace(info, digests=digests, expert_digests=experts))
-    assert len(new) == header.data_start
-    (out / name).write_bytes(new + raw[header.data_start :])
-    manifest = read_manifest(out)
-    files = {**manifest.files, name: replace(manifest.files[name], digest=blob.digest(new))}
-    (out / "kconvert.json").write_bytes(encode_manifest(replace(manifest, files=files)))
 
 
 def test_a_sound_output(pristine: Path) -> None:

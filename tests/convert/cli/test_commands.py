@@ -86,10 +86,7 @@ def test_synth_and_its_refusals(tmp_path: Path, kconvert) -> None:
     assert kconvert("convert", tmp_path / "a", tmp_path / "out", "--tp", 2).code == 0
     for arguments, words in [
         ((tmp_path / "a",), "is not an empty folder"),
-        (
-            (tmp_path / "b", "--preset", "gpt"),
-            "'gpt' is not one of 'k2.6', 'k2.6-layer', 'kimi-mini'",
-        ),
+        ((tmp_path / "b", "--preset", "gpt"), "'gpt' is not one of 'k2.6', "),
         ((tmp_path / "b", "--preset", "kimi-mini", "--layers", "3"), "layers 0 to 2"),
         ((tmp_path / "b", "--preset", "kimi-mini", "--experts", "9"), "1 to 8"),
     ]:
@@ -138,13 +135,8 @@ def test_help_shows_choices_and_no_twins(kconvert, monkeypatch) -> None:
     monkeypatch.setenv("COLUMNS", "200")
     commands = ["convert", "synth", "smoke-generate", "validate", "doctor", "inspect", "finish"]
     text = "".join(kconvert(command, "--help").out for command in commands)
-    for choices in (
-        "<marlin|w4a16>",
-        "<k2.6|k2.6-layer|kimi-mini>",
-        "<ar|chain|ddtree>",
-        "float32|bfloat16",
-    ):
-        assert choices in text
+    assert "<marlin|w4a16>" in text and "<k2.6|k2.6-layer|kimi-mini|" in text
+    assert "<ar|chain|ddtree>" in text and "float32|bfloat16" in text
     assert "/ --no-" not in text and "--chain-seed" in text
     assert "--version" in (first := kconvert("--help").out) and "--show-completion" in first
 

@@ -1,0 +1,140 @@
+"""Families by their names: which are known, both spellings, and what an unknown one must have."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from formats_kit import CHECKPOINTS, FORMATS
+from kit import change_json, load, write
+
+from kconvert.convert import convert
+from kconvert.convert.synth.write import synth
+from kconvert.layouts.checkpoint import read_checkpoint, read_json
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.families.known import read_family
+from kconvert.layouts.families.other import Other
+from kconvert.layouts.model import read_model
+from kconvert.validate import validate
+
+FAMILY = {"deepseek": "DeepSeekV3", "mixtral": "Mixtral", "qwen3": "Qwen3Moe", "glm4": "Glm4Moe",
+          "minimax": "MiniMaxM2", "gpt": "GptOss"}  # fmt: skip
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize("name", CHECKPOINTS)
+def test_known(name: str) -> None:
+    family = read_family(read_json(FORMATS / name / "config.json"))
+    assert type(family).__name__ == FAMILY[name.partition("-")[0]]
+    dims = family.dims
+    assert (dims.experts, dims.layers) == (4, 2)
+    first_dense = not name.startswith(("mixtral", "minimax", "gpt"))
+    assert [dims.is_moe(layer) for layer in range(2)] == [not first_dense, True]
+
+
+def copied(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(FORMATS / name, folder))
+
+
+def with_tensors(folder: Path, change) -> None:
+    """The one shard with its tensors by other names, or without some, and no index beside it."""
+    path = folder / "model.safetensors"
+    write(path, change(load(path)))
+    (folder / INDEX).unlink(missing_ok=True)
+
+
+MISSING = {
+    "mixtral-mxfp4": "model.layers.1.block_sparse_moe.gate.weight",
+    "qwen3-moe-int8-g32": "model.layers.1.self_attn.q_norm.weight",
+    "glm4-moe-int4-asym-g32": "model.layers.1.mlp.gate.e_score_correction_bias",
+    "minimax-m2-mxfp4": "model.layers.0.block_sparse_moe.e_score_correction_bias",
+    "gpt-oss-mxfp4": "model.layers.0.self_attn.sinks",
+    "mixtral-gptq-sym-g64": "model.layers.0.mlp.gate.weight",
+}
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_what_is_missing_or_surplus_is_named(name: str, tmp_path: Path) -> None:
+    source, lost = copied(name, tmp_path / "a"), MISSING[name]
+    with_tensors(source, lambda tensors: {k: v for k, v in tensors.items() if k != lost})
+    with pytest.raises(CheckpointError, match=f"tensor {lost} is missing"):
+        read_model(read_checkpoint(source))
+    source, surplus = copied(name, tmp_path / "b"), f"{lost.rpartition('.')[0]}.bias"
+    with_tensors(source, lambda tensors: tensors | {surplus: tensors[lost]})
+    if name != "gpt-oss-mxfp4":
+        with pytest.raises(CheckpointError, match=f"tensor {surplus} is not implied"):
+            read_model(read_checkpoint(source))
+
+
+@pytest.mark.parametrize(
+    ("name", "part", "words"),
+    [("mixtral-gptq-sym-g64", "experts.2.up_proj.qzeros", "qzeros is in no shard"),
+     ("mixtral-mxfp4", "experts.2.w3.weight_scale", "weight_scale is in no shard"),
+     ("gpt-oss-mxfp4", "gate_up_proj_scales", "gate_up_proj_scales is in no shard")],
+)  # fmt: skip
+def test_an_expert_that_is_not_whole(name: str, part: str, words: str, tmp_path: Path) -> None:
+    source = copied(name, tmp_path / "a")
+    with_tensors(source, lambda tensors: {k: v for k, v in tensors.items() if part not in k})
+    with pytest.raises(CheckpointError, match=words):
+        read_model(read_checkpoint(source))
+
+
+def test_an_unknown_architecture_is_converted_by_its_names(tmp_path: Path, kconvert) -> None:
+    name = "mixtral-mxfp4"
+    source = copied(name, tmp_path / "a")
+    unheard = {"model_type": "unheard_of", "architectures": ["UnheardOfForCausalLM"]}
+    change_json(source / "config.json", lambda config: config.update(unheard))
+    outcome = kconvert("convert", source, tmp_path / "out", "--json")
+    assert outcome.code == 0
+    (warning,) = [w for w in json.loads(outcome.out)["warnings"] if "architecture" in w]
+    assert "UnheardOfForCausalLM" in warning and "converted by their names" in warning
+    assert validate(tmp_path / "out", source).ok
+    convert(FORMATS / name, tmp_path / "known")
+    blob = "rank-00000-of-00001/layer-00001.safetensors"
+    data = [load(tmp_path / out / blob) for out in ("out", "known")]
+    assert data[0] == data[1]
+    assert isinstance(read_family(read_json(source / "config.json")), Other)
+    assert kconvert("inspect", source).code == 0
+
+
+def test_an_architecture_without_a_scheme_is_refused(tmp_path: Path) -> None:
+    source = copied("mixtral-mxfp4", tmp_path / "a")
+    change_json(
+        source / "config.json", lambda c: c.update(model_type="unheard_of", architectures=None)
+    )
+    with_tensors(
+        source, lambda tensors: {k.replace(".experts.", ".ffns."): v for k, v in tensors.items()}
+    )
+    with pytest.raises(UnsupportedError, match=r"no tensor is called as experts are.*found "):
+        convert(source, tmp_path / "out")
+    change_json(source / "config.json", lambda config: config.pop("num_local_experts"))
+    with pytest.raises(
+        UnsupportedError, match=r"unheard_of.*is not known, and no n_routed_experts"
+    ):
+        convert(source, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("preset", "layer", "most"),
+    [("k3", 1, 16), ("deepseek-v3", 3, 16), ("qwen3-235b", 0, 4), ("mixtral-8x7b", 0, 16),
+     ("glm-4.6", 92, 8), ("minimax-m2", 0, 8)],
+)  # fmt: skip
+def test_a_layer_of_true_size_and_how_far_it_is_cut(
+    preset: str, layer: int, most: int, tmp_path: Path, kconvert
+) -> None:
+    """Planned only; tiles of 64 rows and groups set the limit (the facts' table)."""
+    synth(tmp_path / "a", preset, layers=[layer], experts=8, sparse=True)
+    for tp, code in ((most, 0), (2 * most, 2)):
+        plan = ("--layers", layer, "--tp", tp, "--dry-run", "--json")
+        outcome = kconvert("convert", tmp_path / "a", tmp_path / "out", *plan)
+        assert outcome.code == code, outcome.err
+    assert "what works" in outcome.err
+
+
+@pytest.mark.parametrize("preset", ["qwen3-235b", "minimax-m2", "gpt-oss-120b", "glm-4.6"])
+def test_a_preset_converts(preset: str, tmp_path: Path) -> None:
+    """One layer, two experts."""
+    synth(tmp_path / "a", preset, layers=[5], experts=2)
+    layout = "w4a16" if preset == "gpt-oss-120b" else "marlin"
+    convert(tmp_path / "a", tmp_path / "out", layers=[5], layout=layout, ep=2, tp=2)
+    assert validate(tmp_path / "out", tmp_path / "a").ok
