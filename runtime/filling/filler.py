@@ -24,9 +24,8 @@ from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.reader import NUMPY_BITS, Reader, Scratch
 from kconvert.layouts.stored.slicing import Span
 
-CHUNK_BYTES = 8 << 20
-HASHED_BYTES = 2 << 20  # are hashed as soon as they are read, from the processor's cache
-MOST_THREADS = {False: 8, True: 12}  # without and with digests: more only get in each other's way
+CHUNK_BYTES = 16 << 20  # in smaller pieces, threads would wait for Python's interpreter
+MOST_THREADS = 12  # more only get in each other's way
 
 
 class Memory(Protocol):
@@ -102,7 +101,7 @@ class Filler:
     """
 
     def __init__(self, memory: Memory, check: bool = True) -> None:
-        self.threads = min(len(os.sched_getaffinity(0)), MOST_THREADS[check])
+        self.threads = min(len(os.sched_getaffinity(0)), MOST_THREADS)
         self._memory, self._check = memory, check
         self._reader = Reader(Path)
         self._pool = ThreadPoolExecutor(self.threads, "kconvert")
@@ -184,20 +183,13 @@ class Filler:
         entry = transfer.entry
         start = entry.start + expert * transfer.expert_bytes
         start += row * (transfer.expert_bytes // entry.shape[1])
-        matrices = data.reshape(len(data), -1).view(np.uint8)
-        size = matrices.shape[1]
-        together = max(1, HASHED_BYTES // size) if hashers else len(data)
-        length = HASHED_BYTES if hashers and together == 1 else size
-        for first in range(0, len(data), together):
-            for at in range(0, size, length):
-                piece = matrices[first : first + together, at : at + length]
-                stored = SourceTensor(
-                    name=entry.name, dtype=entry.dtype, shape=piece.shape,
-                    shard=str(transfer.path), start=start + first * size + at, nbytes=piece.size,
-                )  # fmt: skip
-                self._reader.read_into(stored, piece)
-                for hasher, matrix in zip(hashers[first:], piece, strict=False):
-                    hasher.update(matrix)
+        stored = SourceTensor(
+            name=entry.name, dtype=entry.dtype, shape=data.shape, shard=str(transfer.path),
+            start=start, nbytes=data.nbytes,
+        )  # fmt: skip
+        self._reader.read_into(stored, data)
+        for hasher, matrix in zip(hashers, data, strict=False):
+            hasher.update(memoryview(matrix).cast("B"))
 
 
 def _within(span: Span, rows: range) -> tuple[slice, slice]:

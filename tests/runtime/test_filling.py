@@ -63,7 +63,6 @@ def tensors(weights: object) -> list[torch.Tensor]:
 def test_weights_have_the_arrays_bits(device, tp, rank, check, chunk, folders, monkeypatch) -> None:
     """Chunks of less than a row, of some rows, and of all experts of a tensor."""
     monkeypatch.setattr(filling, "CHUNK_BYTES", chunk)
-    monkeypatch.setattr(filling, "HASHED_BYTES", max(1, chunk // 3))
     ranks = Alone(rank, tp)
     backend = CudaBackend(read_config(folders[tp]), ranks, torch.device("cpu"))
     wanted = tensors(Model(backend.config, Blobs(folders[tp], ranks), backend).weights)

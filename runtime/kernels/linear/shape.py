@@ -44,7 +44,7 @@ def tiles(n: int, m: int, gpu: Gpu) -> Tiles:
     large = gpu.shared_per_sm >= 200 * 1024
     most = 9 if large else 6
     rows = ceil(ceil(m / ceil(m / (8 * most))) / 8)
-    columns = 2 if 2 < rows <= 5 or (rows > 2 and not large) else 1
+    columns = 1 if rows <= 2 else 2
     warps_n = 2 if rows > 5 and large else 1
-    stages = 4 if rows <= 2 and large else 3 if rows <= 2 or (large and rows <= 5) else 2
+    stages = 4 if rows <= 2 and large else 3 if rows <= 2 or large else 2
     return Tiles(rows, columns, warps_n, stages)
