@@ -231,6 +231,68 @@ def repack_zero_points(source, word, words, group, out, out_word):  # type: igno
                 out[g, out_word + 8 * tile + i] = np.int32(packed)
 
 
+def _transposer(width: int, order: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    """8 × 8 elements of `width` bits: 8 lines, `source_stride` bytes apart, to 8 lines `out_stride`
+    apart, by address. Element p of an output line is of source line order[p]."""
+    line_type = ir.VectorType(ir.IntType(width), 8)
+    turned = [8 * order[p] + g for g in range(8) for p in range(8)]
+
+    @intrinsic
+    def transpose(typingctx, source, source_stride, out, out_stride):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            source, source_stride, out, out_stride = arguments
+            lines = [
+                builder.load(_line(builder, source, source_stride, i, line_type), align=1)
+                for i in range(8)
+            ]
+            while len(lines) > 1:  # join neighbours
+                size = range(2 * lines[0].type.count)
+                lines = [
+                    builder.shuffle_vector(a, b, _indices([*size]))
+                    for a, b in zip(lines[::2], lines[1::2], strict=True)
+                ]
+            block = builder.shuffle_vector(lines[0], lines[0], _indices(turned))
+            for g in range(8):
+                part = builder.shuffle_vector(block, block, _indices([*range(8 * g, 8 * g + 8)]))
+                builder.store(part, _line(builder, out, out_stride, g, line_type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(*[types.uintp] * 4), codegen
+
+    return transpose
+
+
+_transpose_e8m0 = _transposer(8, (0, 2, 1, 3, 4, 6, 5, 7))
+_transpose_16_bits = _transposer(16, tuple(range(8)))
+
+
+@jit
+def transpose_eights(source, row, rows, group, out, out_column):  # type: ignore[no-untyped-def]
+    """As `transpose_scales` with the order of more than one group, or MXFP4's where the elements
+    are bytes; out.shape[0] ≥ 8 and rows % 64 == 0.
+
+    Of 64 rows those 8 apart come to lie side by side: 8 × 8 elements at a time. The last 8 groups
+    overlap those before them where 8 does not divide the number.
+    """
+    groups = out.shape[0]
+    source_stride, out_stride, size = source.strides[0], out.strides[0], source.itemsize
+    for block in range(0, groups + 7 >> 3):
+        start = min(8 * block, groups - 8)
+        for tile in range(rows // 64):
+            for a in range(8):
+                line = source.ctypes.data + (row + 64 * tile + a) * source_stride
+                at = out.ctypes.data + start * out_stride
+                at += (out_column + 64 * tile + 8 * a) * size
+                if size == 1:
+                    _transpose_e8m0(
+                        line + (group + start) * size, 8 * source_stride, at, out_stride
+                    )
+                else:
+                    _transpose_16_bits(
+                        line + (group + start) * size, 8 * source_stride, at, out_stride
+                    )
+
+
 @jit
 def transpose_scales(source, row, group, out, out_column, order):  # type: ignore[no-untyped-def]
     """out[g, out_column + i] = source[row + order[i], group + g], for all g and i.
