@@ -146,3 +146,13 @@ def test_other_arrays_are_refused() -> None:
 def test_a_cut_tile_is_refused(rows: int, words: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         marlin.pack_weight(np.zeros((rows, words), np.int32))
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 16), (64, 128), (128, 144), (192, 368), (256, 1024)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_quick_way_back_is_the_proof_s(n: int, k: int, bits: int) -> None:
+    layout = marlin.Marlin(Quantization(32, bits))
+    packed = np.random.default_rng(n + k).integers(
+        -(1 << 31), 1 << 31, layout.shape("code", n, k), np.int64
+    ).astype(np.int32)  # fmt: skip
+    assert np.array_equal(layout.restore("code", packed), layout.unpack("code", packed))
