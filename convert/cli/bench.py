@@ -111,6 +111,21 @@ def bench_linear(
     show(result, as_json, bench_text.linear_text, quiet=False)
 
 
+@bench.command("tree")
+@explained
+def bench_tree(
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
+    """What a drafted step does beside its forward passes, at K2.6's sizes on this GPU."""
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench import tree
+
+    result = tree.bench_tree(report=to_stderr)
+    _keep(result, save)
+    show(result, as_json, bench_text.tree_text, quiet=False)
+
+
 @bench.command("exchange")
 @explained
 def bench_exchange(

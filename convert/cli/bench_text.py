@@ -91,6 +91,27 @@ def linear_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tree_text(table: dict[str, Any]) -> str:
+    """`bench tree` as a table: microseconds of each part, then the goals."""
+    parts = ("top-k", "grow", "top-k and grow", "pick", "walk", "walk and compact")
+    lines = [
+        f"{table['card']}, {table['date']}, µs; {table['vocabulary']:,} tokens,"
+        f" {table['levels']} drafted positions, {table['layers']} layers of cache",
+        "ranks  budget  accepted" + "".join(f"{part:>{len(part) + 2}}" for part in parts),
+    ]
+    lines += [
+        f"{row['ranks']:>5} {row['budget']:>7} {row['accepted']:>9}"
+        + "".join(f"{row[part]:>{len(part) + 2}.1f}" for part in parts)
+        for row in table["rows"]
+    ]
+    lines += [
+        f"goal of {part} at budget {budget}, one rank: {us} µs"
+        for part, of in table["goals"].items()
+        for budget, us in of.items()
+    ]
+    return "\n".join(lines)
+
+
 def exchange_text(table: dict[str, Any]) -> str:
     """`bench exchange` as a table: a line a way, a column a number of rows."""
     rows = sorted({row["M"] for row in table["rows"]})
