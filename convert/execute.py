@@ -1,13 +1,13 @@
 """Carrying a plan out: every source tensor is read once, packed for all ranks, written once.
 
 Memory: a worker holds one expert (its matrices, in the plain order too where they are stored in
-another) and one rank's piece of it, or one
-chunk of a whole tensor; so at most
+another) and one rank's piece of it, or one chunk of a whole tensor, and a chunk that is moved onto
+a page to be written; so at most
 
-    workers × (expert bytes + rank piece bytes + CHUNK_BYTES)
+    workers × (expert bytes + rank piece bytes + 2 × CHUNK_BYTES)
 
 beside the plan and the interpreter, whatever the number of layers (`memory_bound`). K2.6 at tp 8:
-36 MB a worker.
+45 MB a worker.
 
 Two jobs are under way at a time: the next begins while the last experts of one are packed, and its
 files are synced and published.
@@ -41,7 +41,7 @@ def memory_bound(plan: Plan, workers: int) -> int:
             expert = max(expert, memory_of_expert(plan, job.group))
         for file in job.files:
             piece = max(piece, sum(t.blob.nbytes // t.blob.experts for t in file.stacked))
-    return workers * (expert + piece + CHUNK_BYTES)
+    return workers * (expert + piece + 2 * CHUNK_BYTES)  # one to read, one to write
 
 
 class Executed(NamedTuple):

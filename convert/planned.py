@@ -50,6 +50,11 @@ class PlannedFile:
         return self.info.fingerprint
 
     @property
+    def digested(self) -> bool:
+        """Whether its header has a digest of each expert's part."""
+        return self.info is not None
+
+    @property
     def copied(self) -> tuple[PlannedTensor, ...]:
         """Those that are a source tensor, unchanged."""
         return tuple(t for t in self.tensors if isinstance(t.source, SourceTensor))

@@ -31,6 +31,7 @@ from kconvert.layouts.repack import (
     repack_zero_points,
     transpose_eights,
     transpose_scales,
+    unpack_marlin,
 )
 
 
@@ -87,6 +88,16 @@ class Marlin(Layout):
         if role == "code":
             return unpack_weight(packed, q.bits)
         return unpermute_scales(packed, q.scheme) if role == "scale" else _unpack_points(packed)
+
+    def restore(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
+        if role != "code" or self.quantization.bits != 4:
+            return self.unpack(role, packed)
+        k_tiles, words = packed.shape
+        _check_array(packed, np.int32, k_tiles, words)
+        _check_rows(words // 2)
+        out = np.empty((words // 2, 2 * k_tiles), np.int32)
+        unpack_marlin(packed, out)
+        return out
 
 
 def pack_weight(weight_packed: NDArray[np.int32], bits: int = 4) -> NDArray[np.int32]:

@@ -60,6 +60,21 @@ def bench_convert(
     show(measure(folder, pairs), as_json, bench_text.convert_text, quiet=False)
 
 
+@bench.command("reshard")
+@explained
+def bench_reshard(
+    folder: Annotated[Path, folder_argument("Where to work; takes 16 GB for a while.")],
+    experts: Annotated[int, typer.Option(min=1, max=384, help="Of the layer: 25 MB each.")] = 128,
+    pairs: Annotated[int, typer.Option(min=1, help="Of each kind and copies, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Resharding and exporting a true-size K2.6 layer against copying its files, with sync."""
+    from kconvert.convert.bench.reshard import bench_reshard as measure
+    from kconvert.convert.cli import bench_text
+
+    show(measure(folder, experts, pairs), as_json, bench_text.reshard_text, quiet=False)
+
+
 @bench.command("moe")
 @explained
 def bench_moe(
@@ -94,6 +109,21 @@ def bench_linear(
     result = linear.bench_linear(report=to_stderr)
     _keep(result, save)
     show(result, as_json, bench_text.linear_text, quiet=False)
+
+
+@bench.command("tree")
+@explained
+def bench_tree(
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
+    """What a drafted step does beside its forward passes, at K2.6's sizes on this GPU."""
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench import tree
+
+    result = tree.bench_tree(report=to_stderr)
+    _keep(result, save)
+    show(result, as_json, bench_text.tree_text, quiet=False)
 
 
 @bench.command("exchange")

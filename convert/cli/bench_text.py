@@ -91,6 +91,27 @@ def linear_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tree_text(table: dict[str, Any]) -> str:
+    """`bench tree` as a table: microseconds of each part, then the goals."""
+    parts = ("top-k", "grow", "top-k and grow", "pick", "walk", "walk and compact")
+    lines = [
+        f"{table['card']}, {table['date']}, µs; {table['vocabulary']:,} tokens,"
+        f" {table['levels']} drafted positions, {table['layers']} layers of cache",
+        "ranks  budget  accepted" + "".join(f"{part:>{len(part) + 2}}" for part in parts),
+    ]
+    lines += [
+        f"{row['ranks']:>5} {row['budget']:>7} {row['accepted']:>9}"
+        + "".join(f"{row[part]:>{len(part) + 2}.1f}" for part in parts)
+        for row in table["rows"]
+    ]
+    lines += [
+        f"goal of {part} at budget {budget}, one rank: {us} µs"
+        for part, of in table["goals"].items()
+        for budget, us in of.items()
+    ]
+    return "\n".join(lines)
+
+
 def exchange_text(table: dict[str, Any]) -> str:
     """`bench exchange` as a table: a line a way, a column a number of rows."""
     rows = sorted({row["M"] for row in table["rows"]})
@@ -201,6 +222,21 @@ def exact_text(table: dict[str, Any]) -> str:
             f" {near['widest_margin']:.1e} apart ({near['unlike']} too far for a toss); logits of"
             f" the rest {near['median']:.1e} apart (median), {near['largest']:.1e} at most"
         )
+    return "\n".join(lines)
+
+
+def reshard_text(table: dict[str, Any]) -> str:
+    """`bench reshard`: each case beside its copies; a ratio above 1 is quicker than the better."""
+    lines = [
+        _machine(table),
+        "case                GB written       s   GB/s    cp s  O_DIRECT s  copy / it  core-s/GB",
+    ]
+    lines += [
+        f"{row['case']:<18} {row['bytes'] / 1e9:>11.1f} {row['seconds']:>7.2f} {row['gbps']:>6.2f}"
+        f" {row['copy_seconds']:>7.2f} {row['direct_copy_seconds']:>11.2f}"
+        f" {row['ratio_to_copy']:>10.2f} {row['core_seconds_per_gb']:>10.2f}"
+        for row in table["rows"]
+    ]
     return "\n".join(lines)
 
 

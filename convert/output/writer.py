@@ -20,11 +20,11 @@ from kconvert.layouts.blob import (
     new_digest,
 )
 from kconvert.layouts.errors import KconvertError
-from kconvert.layouts.reader import Scratch
+from kconvert.layouts.reader import CHUNK_BYTES, Scratch
 
 _WORTH_DIRECT = 1 << 16  # bytes: below, copying them into place costs more than the page cache
-_BOUNCE_BYTES = 1 << 20
 _SCRATCH = Scratch()
+_NOT_ASKED = "not asked"  # for a digest; and written all the same
 
 
 class Piece(NamedTuple):
@@ -64,7 +64,8 @@ class StagedFile:
         pieces = []
         for place, view in self.planned.places(index, packed):
             self._write(place.at, view)
-            pieces.append(Piece(place.tensor, place.expert, digest(view), len(view)))
+            known = digest(view) if self.planned.digested else _NOT_ASKED
+            pieces.append(Piece(place.tensor, place.expert, known, len(view)))
         return pieces
 
     def write_whole(self, tensor: BlobTensor, chunks: Iterable[memoryview]) -> Piece:
@@ -113,8 +114,8 @@ class StagedFile:
         if np.frombuffer(data, np.uint8).ctypes.data % PAGE == 0:
             self._put(fd, data, start)
             return
-        for at in range(0, len(data), _BOUNCE_BYTES):
-            piece = data[at : at + _BOUNCE_BYTES]
+        for at in range(0, len(data), CHUNK_BYTES):
+            piece = data[at : at + CHUNK_BYTES]
             buffer = memoryview(_SCRATCH.take("bounce", (len(piece),), np.uint8))
             buffer[:] = piece
             self._put(fd, buffer, start + at)

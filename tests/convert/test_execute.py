@@ -320,6 +320,6 @@ def test_memory_stays_within_the_stated_bound(tmp_path: Path) -> None:
         )  # fmt: skip
         used, bound = map(int, outcome.stdout.split())
         grown.append(used)
-        assert bound == 2 * (24_772_632 + 3_096_576 + execute.CHUNK_BYTES)
+        assert bound == 2 * (24_772_632 + 3_096_576 + 2 * execute.CHUNK_BYTES)
         assert 0.5 * bound < used <= bound + 25_000_000
     assert grown[1] <= grown[0] + 20_000_000  # two jobs are under way: one more does not count

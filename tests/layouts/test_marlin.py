@@ -183,3 +183,13 @@ def test_eight_bits_are_the_formula(tiles_n: int, tiles_k: int, seed: int) -> No
     byte = k // 8 % 2 + 2 * (k % 2)
     assert np.array_equal(packed.view(np.uint8).reshape(-1)[4 * word + byte], source.view(np.uint8))
     assert np.array_equal(marlin.unpack_weight(packed, 8), source)
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 16), (64, 128), (128, 144), (192, 368), (256, 1024)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_quick_way_back_is_the_proof_s(n: int, k: int, bits: int) -> None:
+    layout = marlin.Marlin(Quantization(32, bits))
+    packed = np.random.default_rng(n + k).integers(
+        -(1 << 31), 1 << 31, layout.shape("code", n, k), np.int64
+    ).astype(np.int32)  # fmt: skip
+    assert np.array_equal(layout.restore("code", packed), layout.unpack("code", packed))
