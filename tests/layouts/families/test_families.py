@@ -4,6 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from formats_kit import CHECKPOINTS, FORMATS
 from kit import Tensor, change_json, load, write
@@ -120,7 +121,7 @@ def test_what_is_quantized_beside_the_experts_stays_whole(tmp_path: Path, kconve
     quantized = {
         f"{query}weight_packed": Tensor("I32", (64, 64), bytes(range(256)) * 64),
         f"{query}weight_scale": Tensor("BF16", (64, 1), b"\x80\x3c" * 64),
-        f"{query}weight_shape": Tensor("I64", (2,), (64).to_bytes(8, "little") + bytes([0, 1] + [0] * 6)),
+        f"{query}weight_shape": Tensor("I64", (2,), np.array([64, 256]).tobytes()),
     }  # fmt: skip
     with_tensors(
         source, lambda all_: {k: v for k, v in all_.items() if not k.startswith(query)} | quantized
