@@ -1,12 +1,15 @@
 """The plan's accounts: every source tensor goes to one place, every byte of it."""
 
 from collections.abc import Iterable
+from operator import attrgetter
 
 from kconvert.convert.plan import Plan
 from kconvert.layouts.errors import KconvertError
 from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.formats.format import Expert
 from kconvert.layouts.header import DTYPE_BYTES
+
+_PLACE = attrgetter("shard", "start", "name")
 
 
 def check_accounts(plan: Plan) -> None:
@@ -18,7 +21,7 @@ def check_accounts(plan: Plan) -> None:
     seen: set[tuple[str, int, str]] = set()
     moe_tp, quantization = plan.target.parallelism.moe_tp, plan.dims.quantization
     for job in plan.jobs:
-        places = [(tensor.shard, tensor.start, tensor.name) for tensor in job.source_tensors]
+        places = list(map(_PLACE, job.source_tensors))
         if len(set(places)) < len(places) or not seen.isdisjoint(places):
             raise KconvertError(f"{job.group.name}: a tensor is planned twice; this is a bug.")
         seen.update(places)
@@ -48,6 +51,8 @@ def _stored_bytes(
         fused = expert.up is expert.gate  # one matrix gives both
         for projection in stacked.projections[:1] if fused else stacked.projections:
             source = getattr(getattr(expert, projection), stacked.role)
-            width = DTYPE_BYTES[source.dtype]
-            nbytes += source.nbytes // width * (width if cast is None else DTYPE_BYTES[cast])
+            if cast is None:
+                nbytes += source.nbytes
+            else:
+                nbytes += source.nbytes // DTYPE_BYTES[source.dtype] * DTYPE_BYTES[cast]
     return nbytes

@@ -1,5 +1,6 @@
 """Packing: what one task does with one expert, or with one whole tensor."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import NamedTuple
@@ -101,8 +102,9 @@ def task_count(job: Job) -> int:
 
 def warm_up(layout: Layout) -> None:
     """Compile what packing needs, or load it: once, before there are several who would."""
-    n, k, quantization = 64, 128, layout.quantization
-    for role in quantization.roles:
+    n, quantization = 64, layout.quantization
+    # Few groups and many are ordered by kernels of their own.
+    for role, k in itertools.product(quantization.roles, (128, 1024)):
         for dtype in _dtypes_of(role, quantization):
             source = np.zeros(quantization.plain_shape(role, n, k), NUMPY_BITS[dtype])
             out = np.zeros(layout.shape(role, n, k), NUMPY_BITS[dtype])

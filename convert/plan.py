@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from kconvert.convert.planned import PlannedFile, PlannedTensor
@@ -44,7 +45,8 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A group and the files it is converted into: the unit that is published together."""
+    """A group and the files it is converted into: the unit that is published together. What is
+    made of all its tensors, which may be thousands, is kept."""
 
     group: Group
     files: tuple[PlannedFile, ...]
@@ -55,7 +57,7 @@ class Job:
         tensors = (tensor.source for file in self.files for tensor in file.copied)
         return tuple(source for source in tensors if isinstance(source, SourceTensor))
 
-    @property
+    @cached_property
     def experts(self) -> list[int]:
         """The experts that a file of this job holds."""
         parts = [f.rank_slice.experts for f in self.files if f.rank_slice is not None]
@@ -68,12 +70,12 @@ class Job:
         for e in self.experts:
             yield from self.group.read_for(e)
 
-    @property
+    @cached_property
     def shards(self) -> set[str]:
         """The files this job reads."""
         return {tensor.shard for tensor in self.source_tensors}
 
-    @property
+    @cached_property
     def source_bytes(self) -> int:
         """Bytes this job reads."""
         return sum(tensor.nbytes for tensor in self.source_tensors)
@@ -188,8 +190,9 @@ def _files(
     if group.whole:
         files.append(_common_file(group, target, identity.whole))
     if group.experts:
+        dtypes = _dtypes([m for expert in group.experts for m in expert.stored], target)
         for rank in range(target.parallelism.tp):
-            files.append(_rank_file(group, family, target, rank, identity.experts))
+            files.append(_rank_file(group, family, target, rank, identity.experts, dtypes))
     return files
 
 
@@ -202,14 +205,12 @@ def _common_file(group: Group, target: Target, content: str) -> PlannedFile:
 
 
 def _rank_file(
-    group: Group, family: Family, target: Target, rank: int, content: str
+    group: Group, family: Family, target: Target, rank: int, content: str, kinds: "_Dtypes"
 ) -> PlannedFile:
     """Shapes and sources of the stacked tensors, in the order a forward pass reads them."""
     layout, (tp, ep), dims = target.layout, target.parallelism, family.dims
     experts, rows = part = rank_slice(dims, target.parallelism, rank)
-    matrices = [matrix for expert in group.experts for matrix in expert.stored]
-    dtypes, dropped = _dtypes(matrices, target)
-    tensors = []
+    dtypes, tensors = kinds.stacked, []
     for stacked in stacked_tensors(dims.quantization):
         cut = stacked.cut(rows, dims.hidden)
         dtype = dtypes[stacked.role]
@@ -231,7 +232,7 @@ def _rank_file(
         quantization=blob.described(dims.quantization, dtypes["scale"]),
         w13_rows=W13_ROWS,
         padding=None,
-        dropped=dropped,
+        dropped=kinds.dropped,
     )  # fmt: skip
     identity: dict[str, object] = {
         "version": layout.version, "layout": layout.name, "tp": tp, "ep": ep,
@@ -243,22 +244,28 @@ def _rank_file(
     return _file(path, tensors, target, content, identity, sharding, part)
 
 
-def _dtypes(
-    matrices: list[QuantizedMatrix], target: Target
-) -> tuple[dict[Role, str], dict[str, str]]:
-    """The dtype of each stacked tensor; and of each companion that is not kept as it is."""
+class _Dtypes(NamedTuple):
+    """Of a group's experts: the dtype of each stacked tensor, and what each companion had that is
+    not kept as it is."""
+
+    stacked: dict[Role, str]
+    dropped: dict[str, str]
+
+
+def _dtypes(matrices: list[QuantizedMatrix], target: Target) -> _Dtypes:
     scale = _one_dtype(matrix.scale for matrix in matrices)
-    dtypes: dict[Role, str] = {"code": "I32", "scale": scale, "zero_point": "I32"}
+    stacked: dict[Role, str] = {"code": "I32", "scale": scale, "zero_point": "I32"}
     if matrices[0].bias is not None:
-        dtypes["bias"] = _one_dtype(m.bias for m in matrices if m.bias is not None)
-    dropped = {
-        _companion(tensor): _one_dtype(matrix.dropped[i] for matrix in matrices)
-        for i, tensor in enumerate(matrices[0].dropped)
-    }
+        stacked["bias"] = _one_dtype(m.bias for m in matrices if m.bias is not None)
+    companions: dict[str, list[SourceTensor]] = {}
+    for matrix in matrices:
+        for tensor in matrix.dropped:
+            companions.setdefault(_companion(tensor), []).append(tensor)
+    dropped = {companion: _one_dtype(tensors) for companion, tensors in companions.items()}
     if target.scale_dtype not in (None, scale):
-        dtypes["scale"] = str(target.scale_dtype)
+        stacked["scale"] = str(target.scale_dtype)
         dropped[_companion(matrices[0].scale)] = scale
-    return dtypes, dropped
+    return _Dtypes(stacked, dropped)
 
 
 def _companion(tensor: SourceTensor) -> str:

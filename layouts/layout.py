@@ -8,11 +8,8 @@ from numpy.typing import NDArray
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.quantization import Quantization, Role
 
-# (scheme, bits, zero points) → what the kernels call it.
-_KINDS = {
-    ("int", 4, False): "kU4B8", ("int", 8, False): "kU8B128", ("int", 4, True): "kU4",
-    ("mxfp4", 4, False): "kFE2M1f",
-}  # fmt: skip
+# (scheme, bits, zero points); Marlin's kernels call them kU4B8, kU8B128, kU4 and kFE2M1f.
+_KINDS = {("int", 4, False), ("int", 8, False), ("int", 4, True), ("mxfp4", 4, False)}
 
 
 class Layout(ABC):
@@ -62,3 +59,7 @@ class Layout(ABC):
     @abstractmethod
     def unpack(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
         """What `pack_into` made, back in plain order."""
+
+    def restore(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
+        """The same as `unpack`, where it matters that it is quick and nothing is to be proven."""
+        return self.unpack(role, packed)

@@ -29,7 +29,9 @@ from kconvert.layouts.repack import (
     TILE_N,
     repack_marlin,
     repack_zero_points,
+    transpose_eights,
     transpose_scales,
+    unpack_marlin,
 )
 
 
@@ -77,8 +79,7 @@ class Marlin(Layout):
         if role == "code":
             _pack_codes(source, rows, q.words(columns), q.bits, out, at)
         elif role == "scale":
-            order = _column_order(len(rows), len(q.groups(columns)), q.scheme)
-            _pack_scales(source, rows, q.groups(columns), out, at, order)
+            _pack_scales(source, rows, q.groups(columns), out, at, q.scheme)
         else:
             _pack_zero_points(source, rows, q.groups(columns), out, at)
 
@@ -87,6 +88,16 @@ class Marlin(Layout):
         if role == "code":
             return unpack_weight(packed, q.bits)
         return unpermute_scales(packed, q.scheme) if role == "scale" else _unpack_points(packed)
+
+    def restore(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
+        if role != "code" or self.quantization.bits != 4:
+            return self.unpack(role, packed)
+        k_tiles, words = packed.shape
+        _check_array(packed, np.int32, k_tiles, words)
+        _check_rows(words // 2)
+        out = np.empty((words // 2, 2 * k_tiles), np.int32)
+        unpack_marlin(packed, out)
+        return out
 
 
 def pack_weight(weight_packed: NDArray[np.int32], bits: int = 4) -> NDArray[np.int32]:
@@ -127,8 +138,7 @@ def permute_scales(scales: NDArray[np.generic], scheme: Scheme = "int") -> NDArr
     n, groups = scales.shape
     _check_rows(n)
     out = np.empty((groups, n), scales.dtype)
-    order = _column_order(n, groups, scheme)
-    _pack_scales(np.ascontiguousarray(scales), range(n), range(groups), out, 0, order)
+    _pack_scales(np.ascontiguousarray(scales), range(n), range(groups), out, 0, scheme)
     return out
 
 
@@ -170,11 +180,16 @@ def _pack_scales(
     groups: range,
     out: NDArray[np.generic],
     at: int,
-    order: NDArray[np.int64],
+    scheme: Scheme,
 ) -> None:
     _check_array(source, source.dtype, rows.stop, groups.stop)
     _check_array(out, source.dtype, len(groups), at + len(rows))
-    transpose_scales(source, rows.start, groups.start, out, at, order)
+    eights = source.itemsize == (1 if scheme == "mxfp4" else 2) and len(groups) >= 8
+    if eights:
+        transpose_eights(source, rows.start, len(rows), groups.start, out, at)
+    else:
+        order = _column_order(len(rows), len(groups), scheme)
+        transpose_scales(source, rows.start, groups.start, out, at, order)
 
 
 def _pack_zero_points(

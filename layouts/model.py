@@ -105,7 +105,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     where a name has no rule or the quantization is another.
     """
     family = read_family(checkpoint.config)
-    dims, roles = family.dims, family.format.roles
+    dims = family.dims
     whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
     experts: dict[str, set[int]] = defaultdict(set)
     bases: dict[str, str] = {}  # of a group with experts: what their names begin with
@@ -116,12 +116,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
     skipped = []
     # Nearly all names are experts': their parts are looked up, which is quicker than a pattern.
     numbers = {str(expert): expert for expert in range(dims.experts)}
-    members = {
-        f"{projection}.{companion}"
-        for names in SPELLINGS.values()
-        for projection in names
-        for companion in roles
-    } if not family.format.fused else set()  # fmt: skip
+    members = _members(family)
     group_of_experts: dict[str, str] = {}
     for name, tensor in chain(
         checkpoint.tensors.items(), zip(checkpoint.absent, repeat(None), strict=False)
@@ -181,6 +176,14 @@ def read_model(checkpoint: Checkpoint) -> Model:
         for name in tensors
     )
     return Model(family, groups, tuple(skipped), beside)
+
+
+def _members(family: Family) -> set[str]:
+    """What may stand behind an expert's number in its tensors' names."""
+    if family.format.fused:
+        return set()
+    called = {name for names in SPELLINGS.values() for name in names}
+    return {f"{name}.{companion}" for name in called for companion in family.format.roles}
 
 
 def name_prefix(outer: Collection[str]) -> str:

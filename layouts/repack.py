@@ -231,6 +231,68 @@ def repack_zero_points(source, word, words, group, out, out_word):  # type: igno
                 out[g, out_word + 8 * tile + i] = np.int32(packed)
 
 
+def _transposer(width: int, order: tuple[int, ...]):  # type: ignore[no-untyped-def]
+    """8 × 8 elements of `width` bits: 8 lines, `source_stride` bytes apart, to 8 lines `out_stride`
+    apart, by address. Element p of an output line is of source line order[p]."""
+    line_type = ir.VectorType(ir.IntType(width), 8)
+    turned = [8 * order[p] + g for g in range(8) for p in range(8)]
+
+    @intrinsic
+    def transpose(typingctx, source, source_stride, out, out_stride):  # type: ignore[no-untyped-def]
+        def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+            source, source_stride, out, out_stride = arguments
+            lines = [
+                builder.load(_line(builder, source, source_stride, i, line_type), align=1)
+                for i in range(8)
+            ]
+            while len(lines) > 1:  # join neighbours
+                size = range(2 * lines[0].type.count)
+                lines = [
+                    builder.shuffle_vector(a, b, _indices([*size]))
+                    for a, b in zip(lines[::2], lines[1::2], strict=True)
+                ]
+            block = builder.shuffle_vector(lines[0], lines[0], _indices(turned))
+            for g in range(8):
+                part = builder.shuffle_vector(block, block, _indices([*range(8 * g, 8 * g + 8)]))
+                builder.store(part, _line(builder, out, out_stride, g, line_type), align=1)
+            return context.get_dummy_value()
+
+        return types.void(*[types.uintp] * 4), codegen
+
+    return transpose
+
+
+_transpose_e8m0 = _transposer(8, (0, 2, 1, 3, 4, 6, 5, 7))
+_transpose_16_bits = _transposer(16, tuple(range(8)))
+
+
+@jit
+def transpose_eights(source, row, rows, group, out, out_column):  # type: ignore[no-untyped-def]
+    """As `transpose_scales` with the order of more than one group, or MXFP4's where the elements
+    are bytes; out.shape[0] ≥ 8 and rows % 64 == 0.
+
+    Of 64 rows those 8 apart come to lie side by side: 8 × 8 elements at a time. The last 8 groups
+    overlap those before them where 8 does not divide the number.
+    """
+    groups = out.shape[0]
+    source_stride, out_stride, size = source.strides[0], out.strides[0], source.itemsize
+    for block in range(0, groups + 7 >> 3):
+        start = min(8 * block, groups - 8)
+        for tile in range(rows // 64):
+            for a in range(8):
+                line = source.ctypes.data + (row + 64 * tile + a) * source_stride
+                at = out.ctypes.data + start * out_stride
+                at += (out_column + 64 * tile + 8 * a) * size
+                if size == 1:
+                    _transpose_e8m0(
+                        line + (group + start) * size, 8 * source_stride, at, out_stride
+                    )
+                else:
+                    _transpose_16_bits(
+                        line + (group + start) * size, 8 * source_stride, at, out_stride
+                    )
+
+
 @jit
 def transpose_scales(source, row, group, out, out_column, order):  # type: ignore[no-untyped-def]
     """out[g, out_column + i] = source[row + order[i], group + g], for all g and i.
@@ -247,3 +309,71 @@ def transpose_scales(source, row, group, out, out_column, order):  # type: ignor
                 line, column = np.uint64(row + order[i]), np.uint64(out_column + i)
                 for g in range(start, stop):
                     out[np.uint64(g), column] = source[line, np.uint64(group + g)]
+
+
+# The way back: byte b of lane 2d + h is byte 4·(4b + d) + h of a tile line, and of the high nibbles
+# two further on; a lane's upper half (of the second operand, zeros) is empty.
+_LANE_BYTES = [
+    [4 * (4 * b + d) + h + high if b < 4 else 64 for d in range(4) for h in range(2)
+     for b in range(8)]
+    for high in (0, 2)
+]  # fmt: skip
+
+
+@intrinsic
+def _unpack_lines(typingctx, packed, packed_stride, out, out_stride):  # type: ignore[no-untyped-def]
+    """What `_pack_lines` made of 8 lines, back, by address."""
+
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        packed, packed_stride, out, out_stride = arguments
+        first, second = _everywhere(0x0F0F0F0F), _everywhere(0xF0F0F0F0)
+        zeros, columns = ir.Constant(_BYTES, [ir.Constant(_I8, 0)] * 64), []
+        for k_tile in range(8):
+            at = _line(builder, packed, packed_stride, k_tile, _BYTES)
+            line = builder.load(at, align=4)
+            low, high = (
+                builder.bitcast(builder.shuffle_vector(line, zeros, _indices(order)), _LANES)
+                for order in _LANE_BYTES
+            )
+            words = builder.and_(low, first)
+            for nibbles, mask, shift in ((low, second, 28), (high, first, 4), (high, second, 32)):
+                moved = builder.shl(builder.and_(nibbles, mask), _everywhere(shift))
+                words = builder.or_(words, moved)
+            columns.append(words)
+        for i, row in enumerate(_transpose(builder, columns)):
+            builder.store(row, _line(builder, out, out_stride, i, _LANES), align=4)
+        return context.get_dummy_value()
+
+    return types.void(*[types.uintp] * 4), codegen
+
+
+@jit
+def unpack_marlin(packed, out):  # type: ignore[no-untyped-def]
+    """Marlin tiles int32 [K/16, 2N] of 4-bit codes → plain int32 [N, K/8], both C-contiguous;
+    N % 64 == 0; nothing is checked here (see `marlin.Marlin`)."""
+    k_tiles, n_tiles = packed.shape[0], packed.shape[1] // 128
+    across = k_tiles // 8
+    rest = k_tiles - 8 * across
+    tiles = np.zeros((8, 128), np.int32)
+    rows = np.empty((TILE_N, _BLOCK_WORDS), np.int32)
+    for n_tile in range(n_tiles):
+        for k_block in range(across):
+            source = packed.ctypes.data + 8 * k_block * packed.strides[0] + 512 * n_tile
+            target = out.ctypes.data + TILE_N * n_tile * out.strides[0] + 64 * k_block
+            for a in range(8):
+                _unpack_lines(
+                    source + 64 * a, packed.strides[0],
+                    target + a * out.strides[0], 8 * out.strides[0],
+                )  # fmt: skip
+        if rest:
+            for k_tile in range(rest):
+                for j in range(128):
+                    tiles[k_tile, j] = packed[8 * across + k_tile, 128 * n_tile + j]
+            for a in range(8):
+                _unpack_lines(
+                    tiles.ctypes.data + 64 * a, tiles.strides[0],
+                    rows.ctypes.data + a * rows.strides[0], 8 * rows.strides[0],
+                )  # fmt: skip
+            for i in range(TILE_N):
+                for j in range(2 * rest):
+                    out[TILE_N * n_tile + i, _BLOCK_WORDS * across + j] = rows[i, j]

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.convert.bench.machine import machine, seconds_of
-from kconvert.layouts.formats.gptq import turned
+from kconvert.layouts.formats.transpose import turned
 from kconvert.layouts.marlin import Marlin
 from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.reader import Scratch

@@ -39,7 +39,7 @@ def bench_repack(as_json: Json = False) -> None:
 @bench.command("plan")
 @explained
 def bench_plan(as_json: Json = False) -> None:
-    """Planning all of K2.6, and --help, as whole processes."""
+    """Planning all of K2.6 and K3, and --help, as whole processes."""
     from kconvert.convert.bench.plan import bench_plan as measure
     from kconvert.convert.cli import bench_text
 

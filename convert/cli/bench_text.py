@@ -242,13 +242,14 @@ def reshard_text(table: dict[str, Any]) -> str:
 
 def plan_text(table: dict[str, Any]) -> str:
     """`bench plan` as a table."""
-    return "\n".join(
-        [
-            _machine(table),
-            f"plan of all K2.6     {table['plan_seconds']:.2f} s, {size(table['plan_peak_bytes'])}",
-            f"kconvert --help      {table['help_seconds']:.2f} s",
-        ]
-    )
+    lines = [_machine(table)]
+    # Results of before K3 was planned too have one model.
+    for model, key in (("K2.6", "plan"), ("K3", "k3_plan")):
+        if f"{key}_seconds" in table:
+            peak = size(table[f"{key}_peak_bytes"])
+            plan = f"plan of all {model}"
+            lines.append(f"{plan:<20} {table[f'{key}_seconds']:.2f} s, {peak}")
+    return "\n".join([*lines, f"kconvert --help      {table['help_seconds']:.2f} s"])
 
 
 def _machine(table: dict[str, Any]) -> str:

@@ -92,10 +92,17 @@ class Family(ABC):
     # Whether `stated` tells of every tensor, so that what is missing or surplus is refused by name.
     # Else what is not an expert's is kept whole as it is.
     complete: ClassVar[bool] = True
+    fused: ClassVar[bool] = False  # whether its experts may lie in one tensor (`Format.fused`)
 
     def __init__(self, config: dict[str, Any]) -> None:
         """Raises CheckpointError or UnsupportedError naming the key of `config` at fault."""
         self.format: Format = read_format(config)
+        if self.format.fused and not self.fused:
+            raise UnsupportedError(
+                f"{CONFIG_NAME}: quant_method mxfp4 is gpt-oss's, whose rows of gate and up"
+                " alternate; of another model the order is not known. MXFP4 by llm-compressor"
+                " (mxfp4-pack-quantized) can be converted."
+            )
         self.dims: ModelDims = self._read(text_config(config))
 
     @abstractmethod

@@ -10,6 +10,7 @@ class GptOss(StandardFamily):
 
     architectures = ("GptOssForCausalLM",)
     model_types = ("gpt_oss",)
+    fused = True
     _width = "intermediate_size"
 
     def _experts(self) -> int:

@@ -55,7 +55,8 @@ class Expert(NamedTuple):
     @property
     def stored(self) -> tuple[QuantizedMatrix, ...]:
         """Its matrices as they are stored, each once."""
-        return (self.gate, self.down) if self.up is self.gate else self
+        gate, up, down = self
+        return (gate, down) if up is gate else (gate, up, down)
 
     @property
     def tensors(self) -> list[SourceTensor]:

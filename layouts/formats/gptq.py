@@ -18,7 +18,6 @@ from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import Projection
 from kconvert.layouts.fields import ANY, CONFIG_NAME, check_fields, flag
 from kconvert.layouts.formats.format import SCALE_DTYPES, Format, Kind, Take, groups
-from kconvert.layouts.numba_jit import jit
 from kconvert.layouts.quantization import Quantization, Role
 
 GROUP_SIZES = (32, 64, 128)
@@ -76,6 +75,8 @@ class Gptq(Format):
         stored: NDArray[Any],
         take: Take,
     ) -> NDArray[Any]:
+        from kconvert.layouts.formats.transpose import turned
+
         out = turned(stored, take(f"plain {projection} {role}", stored.shape[::-1], stored.dtype))
         if role == "zero_point" and self._add_one:
             self._check_borrows(tensor, out)
@@ -165,20 +166,3 @@ def _refuse_mixed(dynamic: Any) -> None:
 
 def _quantizer(meta: Any) -> str:
     return str(meta.get("quantizer")).lower() if isinstance(meta, dict) else ""
-
-
-def turned(stored: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
-    """Fill `out` with the transpose of a matrix."""
-    _transpose(stored, out)
-    return out
-
-
-@jit
-def _transpose(source, out):  # type: ignore[no-untyped-def]
-    """out[j, i] = source[i, j], in blocks that stay in the first-level cache."""
-    rows, columns = source.shape
-    for top in range(0, rows, 32):
-        for left in range(0, columns, 32):
-            for j in range(left, min(left + 32, columns)):
-                for i in range(top, min(top + 32, rows)):
-                    out[np.uint64(j), np.uint64(i)] = source[np.uint64(i), np.uint64(j)]

@@ -77,7 +77,7 @@ class StoredExpert:
             stored, dims = self._group.layout, self._group.dims
             order, rows = W4A16(dims.quantization), range(dims.intermediate)
             parts = [
-                (part, stored.unpack(tensor.role, array)) for part, array in self._parts[tensor]
+                (part, stored.restore(tensor.role, array)) for part, array in self._parts[tensor]
             ]
             cut = tensor.cut(rows, dims.hidden)
             shape = order.shape(tensor.role, cut.n, cut.k)

@@ -1,5 +1,6 @@
 """Every format and family that others write: converted, checked, and worth what it was."""
 
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +14,15 @@ from formats_kit import (
     reference,
     source_tensors,
 )
-from kit import forge
+from kit import change_json, forge, load, write
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from kconvert.convert import convert
-from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.header import read_header
 from kconvert.runtime.engine import Engine
+from kconvert.runtime.plugins.loading import open_output
 from kconvert.validate import validate
 
 HOW = [("marlin", 1, 1), ("w4a16", 2, 1), ("marlin", 2, 2)]
@@ -120,6 +122,37 @@ def test_the_engine_refuses_the_rest(name: str, words: str, tmp_path: Path) -> N
     convert(FORMATS / name, tmp_path / "out")
     with pytest.raises(UnsupportedError, match=words):
         Engine.open(tmp_path / "out")
+
+
+@pytest.mark.parametrize("name", ["mixtral-mxfp4", "deepseek-v3-int8-g32", "mixtral-gptq-sym-g64"])
+def test_engines_of_others_are_not_filled(name: str, tmp_path: Path) -> None:
+    """The plugins know the modules of DeepSeek's family in symmetric INT4."""
+    convert(FORMATS / name, tmp_path / "out")
+    with pytest.raises(UnsupportedError, match="symmetric INT4 alone; give the engine the checkp"):
+        open_output(tmp_path / "out")
+
+
+def test_a_v1_file_that_another_writer_may_have_spoiled(tmp_path: Path) -> None:
+    """Zero points 0 in format gptq can be known of GPTQModel's files alone."""
+    source = Path(shutil.copytree(FORMATS / "mixtral-gptq-v1-asym-g32", tmp_path / "a"))
+    change_json(source / "config.json", lambda c: c["quantization_config"].pop("meta"))
+    with pytest.raises(CheckpointError, match=r"qzeros: a zero point is stored as 15.*gptq_v2"):
+        convert(source, tmp_path / "out")
+
+
+def test_a_scale_byte_that_is_no_number(tmp_path: Path) -> None:
+    source = Path(shutil.copytree(FORMATS / "mixtral-mxfp4", tmp_path / "a"))
+    name = "model.layers.1.block_sparse_moe.experts.2.w3.weight_scale"
+    tensors = load(source / "model.safetensors")
+    data = bytearray(tensors[name].data)
+    data[9], data[0] = 0, 255
+    write(source / "model.safetensors", tensors | {name: tensors[name]._replace(data=bytes(data))})
+    with pytest.raises(CheckpointError, match=f"{name}: the scale of row 0, group 0 is not finite"):
+        convert(source, tmp_path / "out")
+    data[0] = 120
+    write(source / "model.safetensors", tensors | {name: tensors[name]._replace(data=bytes(data))})
+    warnings = convert(source, tmp_path / "zero").warnings
+    assert f"1 scales of 1 tensors are zero, the first in {name}" in warnings
 
 
 @pytest.mark.parametrize(

@@ -356,6 +356,21 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     "gpt-oss's MXFP4 with another's fields": (
         in_quantization(lambda t: t.update(quant_method="mxfp4")), ["config_groups is not a field"],
     ),
+    "gpt-oss's MXFP4 of another family": (
+        in_text(quantization_config={"quant_method": "mxfp4"}), ["gpt-oss's", "mxfp4-pack-quant"],
+    ),
+    "GPTQ of two widths": (
+        in_text(quantization_config={
+            "quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:x": {"bits": 8}},
+        }),
+        ["mixed widths", "one width for all experts can"],
+    ),
+    "GPTQ with act-order": (
+        in_text(quantization_config={
+            "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True,
+        }),
+        ["desc_act is true", "act-order"],
+    ),
     "NVFP4": (
         in_quantization(lambda t: t.update(format="nvfp4-pack-quantized")),
         ["NVFP4", "common to all experts", "MXFP4 or INT4 can"],

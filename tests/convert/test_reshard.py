@@ -84,8 +84,8 @@ def test_it_is_sliced_where_that_can_be(converted, tmp_path: Path, monkeypatch) 
     from kconvert.layouts import marlin
 
     unpacked = []
-    real = marlin.Marlin.unpack
-    monkeypatch.setattr(marlin.Marlin, "unpack", lambda *a: unpacked.append(a[1]) or real(*a))
+    real = marlin.Marlin.restore
+    monkeypatch.setattr(marlin.Marlin, "restore", lambda *a: unpacked.append(a[1]) or real(*a))
     reshard(converted(Kind("marlin", 4, 1)), tmp_path / "a", Kind("marlin", 8, 2))
     assert unpacked == []
     reshard(converted(Kind("marlin", 8, 1), 64), tmp_path / "b", Kind("marlin", 4, 1))

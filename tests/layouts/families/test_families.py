@@ -4,9 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from formats_kit import CHECKPOINTS, FORMATS
-from kit import change_json, load, write
+from kit import Tensor, change_json, load, write
 
 from kconvert.convert import convert
 from kconvert.convert.synth.write import synth
@@ -112,6 +113,31 @@ def test_an_architecture_without_a_scheme_is_refused(tmp_path: Path) -> None:
         UnsupportedError, match=r"unheard_of.*is not known, and no n_routed_experts"
     ):
         convert(source, tmp_path / "out")
+
+
+def test_what_is_quantized_beside_the_experts_stays_whole(tmp_path: Path, kconvert) -> None:
+    source = copied("mixtral-int8-channel", tmp_path / "a")
+    query = "model.layers.0.self_attn.q_proj."
+    quantized = {
+        f"{query}weight_packed": Tensor("I32", (64, 64), bytes(range(256)) * 64),
+        f"{query}weight_scale": Tensor("BF16", (64, 1), b"\x80\x3c" * 64),
+        f"{query}weight_shape": Tensor("I64", (2,), np.array([64, 256]).tobytes()),
+    }  # fmt: skip
+    with_tensors(
+        source, lambda all_: {k: v for k, v in all_.items() if not k.startswith(query)} | quantized
+    )
+    outcome = kconvert("convert", source, tmp_path / "out", "--json")
+    assert outcome.code == 0, outcome.err
+    (said,) = [line for line in json.loads(outcome.out)["ignored"] if "beside" in line]
+    assert said.startswith("1 matrices beside the experts are quantized too: they stay whole")
+    common = load(tmp_path / "out/common/layer-00000.safetensors")
+    assert {name: common[name] for name in quantized} == quantized
+    assert validate(tmp_path / "out", source).ok
+    with_tensors(
+        source, lambda all_: {k: v for k, v in all_.items() if k != f"{query}weight_scale"}
+    )
+    with pytest.raises(CheckpointError, match=f"{query}weight_scale is missing"):
+        read_model(read_checkpoint(source))
 
 
 @pytest.mark.parametrize(
