@@ -4,7 +4,6 @@ against its config: what the compiler plans from and the validator compares with
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, repeat
 from typing import NamedTuple
 
 from kconvert.layouts.blob import digest
@@ -114,38 +113,38 @@ def read_model(checkpoint: Checkpoint) -> Model:
     layers: set[int] = set()
     stated: dict[str, dict[str, SourceTensor | None]] = defaultdict(dict)
     skipped = []
-    # Nearly all names are experts': their parts are looked up, which is quicker than a pattern.
-    numbers = {str(expert): expert for expert in range(dims.experts)}
-    members = _members(family)
-    group_of_experts: dict[str, str] = {}
-    for name, tensor in chain(
-        checkpoint.tensors.items(), zip(checkpoint.absent, repeat(None), strict=False)
-    ):
-        base, _, rest = name.partition(EXPERTS)
-        number, _, member = rest.partition(".")
-        group = group_of_experts.get(base) if member in members else None
-        if group is not None and number in numbers:
-            experts[group].add(numbers[number])
-        else:
+    for names in (dict.fromkeys(checkpoint.tensors, ""), checkpoint.absent):
+        runs, others = _runs_of_experts(names, family)
+        for run in runs:
+            group = _group_of(run.where)
+            layers.add(run.where.layer)
+            experts[group] |= run.experts
+            bases.setdefault(group, run.base)
+            if names is checkpoint.absent:
+                absent[group] |= run.shards
+                whole.setdefault(group, [])
+            else:
+                here[group] += run.names
+        for name in others:
             where = family.locate(name)
             if where.group == BUFFER:
                 skipped.append(name)
                 continue
             group = _group_of(where)
             layers.add(where.layer)
+            tensor = checkpoint.tensors.get(name)
             if where.group in ("expert", "fused"):
                 experts[group].update([where.expert] if where.expert >= 0 else range(dims.experts))
-                group_of_experts[base] = group
-                bases.setdefault(group, f"{base}{EXPERTS}")
+                bases.setdefault(group, name[: name.index(EXPERTS) + len(EXPERTS)])
             else:
                 stated[group][name] = tensor
                 if tensor is not None:
                     whole[group].append((where.order, tensor))
-        if tensor is not None:
-            here[group] += 1
-        else:
-            absent[group].add(checkpoint.absent[name])
-            whole.setdefault(group, [])
+            if tensor is not None:
+                here[group] += 1
+            else:
+                absent[group].add(checkpoint.absent[name])
+                whole.setdefault(group, [])
     layers.discard(-1)  # outer and vision
     _check_scheme(checkpoint, family, experts)
     _check_layers(layers, dims)
@@ -176,6 +175,52 @@ def read_model(checkpoint: Checkpoint) -> Model:
         for name in tensors
     )
     return Model(family, groups, tuple(skipped), beside)
+
+
+class _Run(NamedTuple):
+    """All names of one layer's experts."""
+
+    base: str  # what they begin with
+    where: Location  # of the first
+    experts: set[int]
+    names: int
+    shards: set[str]
+
+
+def _runs_of_experts(names: Mapping[str, str], family: Family) -> tuple[list[_Run], list[str]]:
+    """Of tensors and their shards the experts', layer by layer, and the names of all others.
+
+    Nearly all names are experts', and most layers' end in the same: such a layer is looked at as
+    one. Where a single name is odd, its layer's are all among the others.
+    """
+    by_base: dict[str, tuple[list[str], set[str]]] = defaultdict(lambda: ([], set()))
+    runs, others = [], []
+    for name, shard in names.items():
+        base, found, end = name.partition(EXPERTS)
+        if found:
+            ends, shards = by_base[base]
+            ends.append(end)
+            shards.add(shard)
+        else:
+            others.append(name)
+    numbers = {str(expert): expert for expert in range(family.dims.experts)}
+    members = _members(family)
+    alike: frozenset[str] = frozenset()
+    experts: set[int] = set()
+    for base, (ends, shards) in by_base.items():
+        prefix = f"{base}{EXPERTS}"
+        where = family.locate(prefix + ends[0])
+        known = len(ends) == len(alike) and alike.issuperset(ends)
+        if not known:
+            parts = [end.partition(".") for end in ends]
+            known = all(number in numbers and member in members for number, _, member in parts)
+            if known:
+                alike, experts = frozenset(ends), {numbers[number] for number, _, _ in parts}
+        if where.group != "expert" or not known:
+            others += [prefix + end for end in ends]
+            continue
+        runs.append(_Run(prefix, where, experts, len(ends), shards))
+    return runs, others
 
 
 def _members(family: Family) -> set[str]:
