@@ -183,7 +183,8 @@ def test_k3_s_experts_see_another_width(tmp_path: Path, monkeypatch) -> None:
     assert validate(tmp_path / "out", tmp_path / "a").ok
     base = "language_model.model.layers.3.block_sparse_moe."
     blob = load(tmp_path / "out/rank-00001-of-00002/layer-00003.safetensors")
-    assert {name.removeprefix(f"{base}experts."): tensor.shape for name, tensor in blob.items()} == {
+    names = {name.removeprefix(f"{base}experts."): tensor.shape for name, tensor in blob.items()}
+    assert names == {
         "w13_weight_packed": (4, 192 // 16, 4 * 64), "w13_weight_scale": (4, 192 // 32, 2 * 64),
         "w2_weight_packed": (4, 64 // 16, 2 * 192), "w2_weight_scale": (4, 64 // 32, 192),
     }  # fmt: skip
