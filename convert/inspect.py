@@ -154,6 +154,7 @@ def _output(path: Path) -> dict[str, Any]:
         "text_only": manifest.text_only,
         "source": _origin(manifest.repo, manifest.commit),
         **_files(sizes),
+        **({"quantization": dims.quantization.text} if dims else {}),
         **({"can_be_resharded": _convertible(dims)} if manifest.complete and dims else {}),
     }
 

@@ -23,7 +23,7 @@ _PARTIAL_MARKS = (
     ".!qb", ".!ut", ".lock", ".tmp",
 )  # fmt: skip
 _DOWNLOAD_STREAM = ":Zone.Identifier"  # Windows' note on where a file came from
-_MAX_JSON_BYTES = 128 << 20  # the index of K2.6 has 25, that of K3 57
+_MAX_JSON_BYTES = 64 << 20  # the index of K2.6 has 25 MB, that of K3 60
 
 
 class SourceTensor(NamedTuple):

@@ -1,5 +1,6 @@
 """Families by their names: which are known, both spellings, and what an unknown one must have."""
 
+import copy
 import json
 import shutil
 from pathlib import Path
@@ -10,6 +11,8 @@ from formats_kit import CHECKPOINTS, FORMATS
 from kit import Tensor, change_json, load, write
 
 from kconvert.convert import convert
+from kconvert.convert.synth.families import CONFIGS
+from kconvert.convert.synth.presets import PRESETS, Preset
 from kconvert.convert.synth.write import synth
 from kconvert.layouts.checkpoint import read_checkpoint, read_json
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
@@ -164,3 +167,28 @@ def test_a_preset_converts(preset: str, tmp_path: Path) -> None:
     layout = "w4a16" if preset == "gpt-oss-120b" else "marlin"
     convert(tmp_path / "a", tmp_path / "out", layers=[5], layout=layout, ep=2, tp=2)
     assert validate(tmp_path / "out", tmp_path / "a").ok
+
+
+def test_k3_s_experts_see_another_width(tmp_path: Path, monkeypatch) -> None:
+    """What is not an expert's is kept, though the family does not state it."""
+    config = copy.deepcopy(CONFIGS["k3"])
+    config["text_config"] |= {
+        "hidden_size": 256, "routed_expert_hidden_size": 192, "moe_intermediate_size": 128,
+        "num_experts": 4, "num_experts_per_token": 2, "num_hidden_layers": 4,
+        "num_attention_heads": 2, "intermediate_size": 256, "vocab_size": 128,
+    }  # fmt: skip
+    monkeypatch.setitem(PRESETS, "k3-mini", Preset(config))
+    synth(tmp_path / "a", "k3-mini")
+    convert(tmp_path / "a", tmp_path / "out", tp=2)
+    assert validate(tmp_path / "out", tmp_path / "a").ok
+    base = "language_model.model.layers.3.block_sparse_moe."
+    blob = load(tmp_path / "out/rank-00001-of-00002/layer-00003.safetensors")
+    names = {name.removeprefix(f"{base}experts."): tensor.shape for name, tensor in blob.items()}
+    assert names == {
+        "w13_weight_packed": (4, 192 // 16, 4 * 64), "w13_weight_scale": (4, 192 // 32, 2 * 64),
+        "w2_weight_packed": (4, 64 // 16, 2 * 192), "w2_weight_scale": (4, 64 // 32, 192),
+    }  # fmt: skip
+    kept = load(tmp_path / "out/common/layer-00003.safetensors")
+    assert {f"{base}routed_expert_{name}" for name in ("down_proj.weight", "norm.weight")} < {*kept}
+    model = read_model(read_checkpoint(tmp_path / "a"))
+    assert len(model.groups["layer-00003"].whole) == len(kept)
