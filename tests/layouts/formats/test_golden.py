@@ -173,7 +173,8 @@ def test_every_code_and_scale_byte_of_mxfp4() -> None:
     q = Quantization(32, scheme="mxfp4")
     codes = np.tile(np.arange(16, dtype=np.uint8), (256, 2))
     words = np.ascontiguousarray(codes[:, ::2] | codes[:, 1::2] << 4).view(np.int32)
-    found = values(q, {"code": words, "scale": np.arange(256, dtype=np.uint8)[:, None]}, "U8")
+    with np.errstate(over="ignore", invalid="ignore"):  # the largest bytes, and 255
+        found = values(q, {"code": words, "scale": np.arange(256, dtype=np.uint8)[:, None]}, "U8")
     expected = FILE.get_tensor("mxfp4_table.dequant_transformers").numpy()
     assert np.array_equal(found[1:255], expected[1:255]) and not found[0].any()
     kernel = FILE.get_tensor("mxfp4_table.kernel_dequant").float().numpy()
