@@ -176,11 +176,14 @@ def token_ids(text: str) -> list[int]:
         ) from None
 
 
+SCHEMA = 1  # of every command's JSON; what is only added keeps it
+
+
 def show(
     table: dict[str, Any], as_json: bool, to_text: Callable[[dict[str, Any]], str], quiet: bool
 ) -> None:
     if as_json:
-        print(json.dumps(table))
+        print(json.dumps({"schema": SCHEMA, **table}))
     elif not quiet:
         print(to_text(table))
 

@@ -187,9 +187,16 @@ def _notes(table: dict[str, Any]) -> list[str]:
 
 
 def validation_table(result: "Validation") -> dict[str, Any]:
-    """The outcome of a validation."""
+    """The outcome of a validation, as validate/schema/1.json describes it."""
     findings = [{**finding._asdict(), "sentence": str(finding)} for finding in result.findings]
-    return {**vars(result), "ok": result.ok, "findings": findings}
+    return {
+        **vars(result),
+        "ok": result.ok,
+        "findings": findings,
+        "checks": [check.table() for check in result.checks],
+        "ledger": [entry._asdict() for entry in result.ledger],
+        "statistics": {str(n): layer.table() for n, layer in sorted(result.statistics.items())},
+    }
 
 
 def validation_text(table: dict[str, Any]) -> str:

@@ -156,7 +156,7 @@ def test_doctor_with_problems_exits_1(kconvert, monkeypatch) -> None:
     monkeypatch.setattr(diagnose, "doctor_text", lambda table: str(table["problems"]))
     assert kconvert("doctor")[:2] == (1, "['No room.']\n")
     found["problems"] = []
-    assert kconvert("doctor", "--json")[:2] == (0, '{"problems": []}\n')
+    assert kconvert("doctor", "--json")[:2] == (0, '{"schema": 1, "problems": []}\n')
 
 
 def test_dry_run_without_room_exits_3(tmp_path: Path, kconvert, monkeypatch) -> None:
