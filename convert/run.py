@@ -6,6 +6,7 @@ from pathlib import Path
 from kconvert.convert.execute import execute
 from kconvert.convert.link import link_finished
 from kconvert.convert.output import publish
+from kconvert.convert.output.disk import sync_folder
 from kconvert.convert.output.outline import OUTLINE_NAME, Outline, read_outline
 from kconvert.convert.prepare import Prepared, with_current_state
 from kconvert.convert.progress import Meter, Stage
@@ -161,6 +162,10 @@ def _same(outline: Outline) -> Outline:
 
 
 def _write_manifest(workspace: publish.OwnedWorkspace, manifest: Manifest) -> None:
+    # A file that is there may have been renamed by a run that was killed before its sync, or by a
+    # share that has yet to make it.
+    for folder in {(workspace.output / name).parent for name in manifest.files}:
+        sync_folder(folder)
     publish.write_file(workspace, MANIFEST_NAME, encode_manifest(manifest))
     if manifest.complete:
         publish.remove(workspace, [f"{WORK_FOLDER}/{OUTLINE_NAME}"])
