@@ -21,7 +21,7 @@ from kconvert.layouts.layout import Layout
 from kconvert.layouts.quantization import Role, unpack_words, unpack_zero_points
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
 from kconvert.layouts.scan import cast_to_bf16, scan_scales
-from kconvert.layouts.sharding import RankSlice
+from kconvert.layouts.sharding import ModelDims, RankSlice
 from kconvert.validate.findings import ROLE_CHECKS, Finding, Tally
 from kconvert.validate.statistics import ScaleSums, count_codes, sum_scales
 from kconvert.validate.structure import Blob
@@ -97,10 +97,13 @@ class ExpertCheck:
         expert: Expert | None,
         layout: Layout,
         format: Format,
+        dims: ModelDims,
         blobs: Reader,
         shards: Reader,
         scratch: Scratch,
     ) -> None:
+        """Read the source's expert. Raises CheckpointError where what was dropped of it does not
+        say what the rest does."""
         self._layout, self._blobs, self._shards, self._scratch = layout, blobs, shards, scratch
         self._scale_dtype = "" if expert is None else expert.gate.scale.dtype
         stored = {
@@ -112,6 +115,11 @@ class ExpertCheck:
             for projection, matrix in zip(PROJECTIONS, expert or (), strict=expert is not None)
             for role, tensor in matrix.by_role.items()
         }
+        n, k = dims.intermediate, dims.hidden
+        for projection, matrix in zip(PROJECTIONS, expert or (), strict=expert is not None):
+            for tensor in matrix.dropped:
+                shape = (k, n) if projection == "down" else (n, k)
+                format.check_dropped(tensor, self._read(shards, "dropped", tensor), *shape)
         self.codes = [array for (_, role), array in self._source.items() if role == "code"]
 
     def check(self, blob: Blob, part: RankSlice, index: int, hidden: int, done: Done) -> None:

@@ -256,8 +256,9 @@ class _Data:
     ) -> None:
         expert = None if group is None else group.experts[index]
         check = ExpertCheck(
-            expert, self._layout, self._format, self._blobs, self._shards, self._scratch
-        )
+            expert, self._layout, self._format, self._dims, self._blobs, self._shards,
+            self._scratch,
+        )  # fmt: skip
         for blob, part in owners:
             check.check(blob, part, index, self._dims.hidden, done)
         if not by_library or self._format.name not in DECODED:
