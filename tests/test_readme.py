@@ -63,6 +63,8 @@ def survival() -> str:
         f"fuzz     {fuzz['count']:,} mutated headers, indexes, configs and outputs,"
         f" {fuzz['growth_bytes'] / 1e9:.2f} GB at most"
     )
+    mutate = result("mutate", "mutate")
+    lines.append(f"mutate   {mutate['count']:,} changes of {len(mutate['by_kind'])} kinds")
     return "\n".join(f"    {line}" for line in lines)
 
 

@@ -6,6 +6,7 @@ what is meant; one that leaves every value as it was must not be.
 
 import json
 import random
+import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kit import copy_mini, forge
+from kit import DATA, KIMI_MINI, forge
 
 from kconvert.convert import convert
 from kconvert.layouts.errors import KconvertError
@@ -21,6 +22,16 @@ from kconvert.layouts.header import read_header
 from kconvert.validate import validate
 
 MANIFEST = "kconvert.json"
+# A checkpoint of every format, and the layout it is converted to.
+SOURCES = (
+    (KIMI_MINI, "marlin"),
+    (DATA / "formats/mixtral-int8-channel", "marlin"),
+    (DATA / "formats/deepseek-v3-int4-asym-g32", "marlin"),
+    (DATA / "formats/qwen3-moe-mxfp4", "marlin"),
+    (DATA / "formats/mixtral-gptq-v2-asym-g32", "w4a16"),
+    (DATA / "formats/gpt-oss-mxfp4", "w4a16"),
+)
+_VALUES = ("codes", "scales", "zero-points", "biases", "common")
 _EQUAL = "equal"  # no finding is expected
 
 
@@ -52,9 +63,9 @@ class World:
         return sorted(path.name for path in self.source.glob("*.safetensors"))
 
 
-def made_world(folder: Path) -> World:
-    source = copy_mini(folder / "source")
-    convert(source, folder / "out", tp=2)
+def made_world(folder: Path, checkpoint: Path = KIMI_MINI, layout: str = "marlin") -> World:
+    source = Path(shutil.copytree(checkpoint, folder / "source"))
+    convert(source, folder / "out", layout=layout, tp=2, ep=2)
     return World(source, folder / "out")
 
 
@@ -75,7 +86,7 @@ def forged_data(world: World, draw: random.Random) -> Change:
     """With digests that agree, as a converter with a fault would make them."""
     change = blob_data(world, draw)
     forge(world.output, change.file)
-    return Change(change.file, True, ("codes", "scales", "common"), refused=True)
+    return Change(change.file, True, _VALUES, refused=True)
 
 
 def swapped_experts(world: World, draw: random.Random) -> Change:
@@ -88,7 +99,7 @@ def swapped_experts(world: World, draw: random.Random) -> Change:
     raw[a], raw[b] = raw[b], raw[a]
     path.write_bytes(raw)
     forge(world.output, name)
-    return Change(name, True, ("codes", "scales"))
+    return Change(name, True, _VALUES)
 
 
 def blob_header(world: World, draw: random.Random) -> Change:
@@ -110,7 +121,8 @@ def manifest_value(world: World, draw: random.Random) -> Change:
     table = json.loads(path.read_text())
     entry = table["files"][draw.choice([*table["files"]])]
     key = draw.choice(sorted(entry))
-    entry[key] = entry[key] + 1 if isinstance(entry[key], int) else entry[key][::-1] + "0"
+    value = entry[key]
+    entry[key] = value + 1 if isinstance(value, int) else f"0{value}"
     path.write_text(json.dumps(table, indent=1))
     return Change(MANIFEST, False, (), refused=True)
 
@@ -152,7 +164,7 @@ def source_data(world: World, draw: random.Random) -> Change:
     name = draw.choice(world.shards())
     path = world.source / name
     _flip(path, read_header(path).data_start, path.stat().st_size, draw)
-    return Change("", True, ("codes", "scales", "common"), refused=True)
+    return Change("", True, _VALUES, refused=True)
 
 
 def source_spaces(world: World, draw: random.Random) -> Change:
@@ -175,24 +187,28 @@ MUTATIONS: tuple[Callable[[World, random.Random], Change], ...] = (
 def mutate(
     count: int, seed: int, folder: Path, progress: Callable[[int], None] = lambda _: None
 ) -> dict[str, Any]:
-    """Make `count` changes in turn and validate after each."""
-    begun, world = time.monotonic(), made_world(folder)
-    kept = {path: path.read_bytes() for root in (world.source, world.output)
-            for path in root.rglob("*") if path.is_file()}  # fmt: skip
+    """Make `count` changes in turn, each of a checkpoint of every format in turn, and validate
+    after each."""
+    begun = time.monotonic()
     seen: Counter[str] = Counter()
     failures: Counter[str] = Counter()
-    for number in range(count):
-        draw = random.Random(f"{seed} {number}")
-        mutation = MUTATIONS[number % len(MUTATIONS)]
-        wrong = judge(world, mutation(world, draw))
-        seen[mutation.__name__] += 1
-        if wrong:
-            failures[f"{mutation.__name__}, --seed {seed}, number {number}: {wrong}"] += 1
-        restore(world, kept)
-        if number % 100 == 99:
-            progress(number + 1)
+    for turn, (checkpoint, layout) in enumerate(SOURCES):
+        world = made_world(folder / checkpoint.name, checkpoint, layout)
+        kept = {path: path.read_bytes() for root in (world.source, world.output)
+                for path in root.rglob("*") if path.is_file()}  # fmt: skip
+        for number in range(turn, count, len(SOURCES)):
+            draw = random.Random(f"{seed} {number}")
+            mutation = MUTATIONS[number // len(SOURCES) % len(MUTATIONS)]
+            wrong = judge(world, mutation(world, draw))
+            seen[mutation.__name__] += 1
+            if wrong:
+                where = f"{mutation.__name__}, {checkpoint.name}, seed {seed}, number {number}"
+                failures[f"{where}: {wrong}"] += 1
+            restore(world, kept)
+        progress(sum(seen.values()))
     return {
         "what": "mutate", "count": count, "seed": seed, "by_kind": dict(seen),
+        "checkpoints": [checkpoint.name for checkpoint, _ in SOURCES],
         "failures": dict(failures), "seconds": round(time.monotonic() - begun, 1),
         "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
@@ -203,7 +219,7 @@ def judge(world: World, change: Change) -> str | None:
     try:
         result = validate(world.output, world.source if change.with_source else None)
     except KconvertError as error:
-        named = change.file in str(error) if change.file else "model-" in str(error)
+        named = change.file in str(error) if change.file else "model" in str(error)
         return None if change.refused and named else f"refused: {error}"
     if change.checks == (_EQUAL,):
         return None if result.ok else f"not equal: {result.findings[0]}"

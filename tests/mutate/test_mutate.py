@@ -4,13 +4,13 @@ from pathlib import Path
 
 import pytest
 from mutate import mutations
-from mutate.mutations import MUTATIONS, Change, judge, made_world, mutate
+from mutate.mutations import MUTATIONS, SOURCES, Change, judge, made_world, mutate
 
 
 def test_every_change_is_found_and_named(tmp_path: Path) -> None:
-    seen = mutate(2 * len(MUTATIONS), 0, tmp_path)
+    seen = mutate(len(SOURCES) * len(MUTATIONS), 0, tmp_path)
     assert seen["failures"] == {}
-    assert seen["by_kind"] == {mutation.__name__: 2 for mutation in MUTATIONS}
+    assert seen["by_kind"] == {mutation.__name__: len(SOURCES) for mutation in MUTATIONS}
 
 
 @pytest.mark.parametrize(
