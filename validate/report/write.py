@@ -1,12 +1,16 @@
 """A validation's report into a file: whole, or not at all."""
 
+import contextlib
 import os
 import time
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-from kconvert.layouts.blob import digest, read_blob
+from kconvert.layouts.blob import BlobInfo, digest, read_blob
 from kconvert.layouts.checkpoint import read_checkpoint
+from kconvert.layouts.errors import KconvertError
+from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kconvert.validate.findings import Validation
 from kconvert.validate.report.render import Subject, render
@@ -33,15 +37,17 @@ def subject_of(output: Path, source: Path | None) -> Subject:
         manifest=manifest,
         digest=digest((output / MANIFEST_NAME).read_bytes()),
         shards=[(shard.name, shard.size, digest(shard.header)) for shard in shards],
-        parity=[
-            (name, *read_blob(output / name))
-            for name in _first_layer(manifest)
-            if (output / name).is_file()
-        ],
+        parity=list(_readable(output, _first_layer(manifest))),
         rank_bytes=_by_folder(manifest),
         version=version("kconvert"),
         made=time.strftime("%Y-%m-%d %H:%M %z"),
     )
+
+
+def _readable(output: Path, names: list[str]) -> Iterator[tuple[str, Header, BlobInfo]]:
+    for name in names:
+        with contextlib.suppress(KconvertError, OSError):  # it is among the findings
+            yield name, *read_blob(output / name)
 
 
 def _first_layer(manifest: Manifest) -> list[str]:

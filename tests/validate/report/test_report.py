@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kit import KIMI_MINI, flip
+from kit import KIMI_MINI, flip, flip_byte
 
 from kconvert.convert import convert
 from kconvert.layouts.manifest import read_manifest
@@ -72,6 +72,19 @@ def test_a_damaged_output(output: Path, kconvert, tmp_path: Path) -> None:
     assert "Different: 2 finding(s)." in page
     assert f"{RANK1}, tensor {TENSOR}, expert 0" in page and "first at row" in page
     assert f"rm out/{RANK1}" in page and "--layout marlin --tp 2" in page
+
+
+@pytest.mark.parametrize("damage", ["header", "missing"])
+def test_blobs_that_cannot_be_read(damage: str, output: Path, kconvert, tmp_path: Path) -> None:
+    target, path = tmp_path / "report.html", output / RANK1
+    if damage == "header":
+        flip_byte(path, 9)
+    else:
+        path.unlink()
+    assert kconvert("validate", output, "--report", target).code == 1
+    page = checked(target.read_text())
+    assert "Different" in page and RANK1 in page
+    assert "Checks that follow what was found were not made" in page
 
 
 def test_what_was_not_compared_is_said(output: Path, kconvert, tmp_path: Path) -> None:
