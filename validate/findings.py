@@ -109,6 +109,7 @@ class Validation:
     bytes_read: int = 0
     seconds: float = 0.0
     findings: list[Finding] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)  # blobs whose headers are not to be trusted
     checks: list[Check] = field(default_factory=lambda: [Check(id) for id in CHECKS])
     ledger: list[Entry] = field(default_factory=list)
     statistics: "dict[int, LayerStatistics]" = field(default_factory=dict)

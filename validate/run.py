@@ -95,13 +95,15 @@ def _look(
     result.record("tensors", structure.check_common(blobs, family), common, "tensors")
     if source is not None and checkpoint is not None and model is not None:
         wrong = chain(
-            _check_small_files(output, source, checkpoint),
+            _check_small_files(output, source, manifest, checkpoint),
             _check_groups(manifest, blobs, model.groups),
         )
         result.record("source-files", wrong, len(checkpoint.small_files), "files")
         _account(result, checkpoint, model, {blob.group for blob in blobs})
-    if result.findings:
-        return  # the data would be read by headers that are not to be trusted
+    # Their data would be read by headers that are not to be trusted.
+    of_blobs = {name for name, entry in manifest.files.items() if entry.fingerprint is not None}
+    result.unread = sorted({finding.file for finding in result.findings} & of_blobs)
+    blobs = [blob for blob in blobs if blob.path not in result.unread]
     data = _Data(output, source, manifest, family, result, progress)
     groups = None if model is None else model.groups
     try:
@@ -116,7 +118,7 @@ def _look(
     finally:
         data.close()
     for check in result.checks:
-        if check.skipped == _NOT_REACHED:
+        if check.skipped == _NOT_REACHED and not result.unread:
             check.skipped = "there is nothing of the kind"
     result.bytes_read = data.bytes_read
 
@@ -141,7 +143,12 @@ def _account(result: Validation, checkpoint: Checkpoint, model: Model, converted
     result.record("ledger", wrong, sum(entry.bytes for entry in result.ledger), "bytes")
 
 
-def _check_small_files(output: Path, source: Path, checkpoint: Checkpoint) -> Iterable[Finding]:
+def _check_small_files(
+    output: Path, source: Path, manifest: Manifest, checkpoint: Checkpoint
+) -> Iterable[Finding]:
+    for name, entry in manifest.files.items():
+        if entry.fingerprint is None and name not in checkpoint.small_files:
+            yield Finding(name, "is not in the source")
     for name in checkpoint.small_files:
         path = output / name
         if not path.is_file():

@@ -65,6 +65,7 @@ class World:
 
 def made_world(folder: Path, checkpoint: Path = KIMI_MINI, layout: str = "marlin") -> World:
     source = Path(shutil.copytree(checkpoint, folder / "source"))
+    (source / "NOTICE.txt").write_text("Some checkpoints have no small file but config.json.")
     convert(source, folder / "out", layout=layout, tp=2, ep=2)
     return World(source, folder / "out")
 
@@ -167,6 +168,16 @@ def source_data(world: World, draw: random.Random) -> Change:
     return Change("", True, _VALUES, refused=True)
 
 
+def source_small_file(world: World, draw: random.Random) -> Change:
+    """Gone from the source, or changed there."""
+    name = draw.choice([name for name in world.small_files() if name != "config.json"])
+    if draw.random() < 0.5:
+        (world.source / name).unlink()
+    else:
+        _flip(world.source / name, 0, (world.source / name).stat().st_size, draw)
+    return Change(name, True, ("source-files",), refused=True)
+
+
 def source_spaces(world: World, draw: random.Random) -> Change:
     """A header that says the same in more bytes."""
     path = world.source / draw.choice(world.shards())
@@ -180,7 +191,8 @@ def source_spaces(world: World, draw: random.Random) -> Change:
 
 MUTATIONS: tuple[Callable[[World, random.Random], Change], ...] = (
     blob_data, forged_data, swapped_experts, blob_header, small_file, manifest_value,
-    manifest_spaces, lost_end, lost_file, other_rank, stray_weights, source_data, source_spaces,
+    manifest_spaces, lost_end, lost_file, other_rank, stray_weights, source_data, source_small_file,
+    source_spaces,
 )  # fmt: skip
 
 

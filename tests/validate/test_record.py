@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from kit import KIMI_MINI, flip
+from kit import KIMI_MINI, copy_mini, flip
 
 import kconvert.validate
 from kconvert.convert import convert
@@ -62,6 +62,25 @@ def test_findings_name_their_check(output: Path, tmp_path: Path) -> None:
     result = validate(tmp_path / "out", KIMI_MINI)
     assert [finding.check for finding in result.findings] == ["digests", "codes"]
     assert result.check("codes").outcome == "failed" and result.check("scales").outcome == "passed"
+
+
+def test_one_damaged_blob_does_not_hide_another(output: Path, tmp_path: Path) -> None:
+    convert(KIMI_MINI, tmp_path / "out", tp=2)
+    (tmp_path / "out/common/layer-00000.safetensors").unlink()
+    flip(tmp_path / "out" / RANK0, "w13_weight_packed", expert=2)
+    result = validate(tmp_path / "out", KIMI_MINI)
+    assert result.unread == ["common/layer-00000.safetensors"]
+    lost = "common/layer-00000.safetensors"
+    assert {(f.file, f.check) for f in result.findings} == {
+        (lost, "files"), (lost, "source-files"), (RANK0, "digests"), (RANK0, "codes"),
+    }  # fmt: skip
+
+
+def test_a_small_file_that_the_source_lacks(output: Path, tmp_path: Path) -> None:
+    source = copy_mini(tmp_path / "source")
+    (source / "generation_config.json").unlink()
+    (finding,) = validate(output, source).findings
+    assert str(finding) == "generation_config.json: is not in the source"
 
 
 def test_statistics_are_those_of_the_source(output: Path) -> None:
@@ -138,7 +157,7 @@ def test_json_is_what_the_schema_says(output: Path, kconvert, options) -> None:
 
 def test_json_of_a_damaged_output(tmp_path: Path, kconvert) -> None:
     convert(KIMI_MINI, tmp_path / "out")
-    (tmp_path / "out/common/layer-00000.safetensors").unlink()
+    (tmp_path / "out/config.json").unlink()
     outcome = kconvert("validate", tmp_path / "out", "--json")
     table = json.loads(outcome.out)
     conforms(table, json.loads(SCHEMA.read_text()))

@@ -84,7 +84,7 @@ def test_blobs_that_cannot_be_read(damage: str, output: Path, kconvert, tmp_path
     assert kconvert("validate", output, "--report", target).code == 1
     page = checked(target.read_text())
     assert "Different" in page and RANK1 in page
-    assert "Checks that follow what was found were not made" in page
+    assert "The data of 1 blob(s) was not read" in page
 
 
 def test_what_was_not_compared_is_said(output: Path, kconvert, tmp_path: Path) -> None:
