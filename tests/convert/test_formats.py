@@ -25,7 +25,7 @@ from kconvert.runtime.engine import Engine
 from kconvert.runtime.plugins.loading import open_output
 from kconvert.validate import validate
 
-HOW = [("marlin", 1, 1), ("w4a16", 2, 1), ("marlin", 2, 2)]
+HOW = [(layout, tp, ep) for layout in ("w4a16", "marlin") for tp, ep in ((1, 1), (2, 1), (2, 2))]
 HOW_GPT_OSS = [("w4a16", 1, 1), ("w4a16", 2, 2)]
 
 
