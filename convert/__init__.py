@@ -26,6 +26,7 @@ def convert(
     keep_shards: bool = False,
     share: "Share | None" = None,
     verify: bool = False,
+    scale_dtype: str | None = None,
 ) -> "Conversion":
     """Convert `source`, a checkpoint's folder or its name on the Hub, into `output`, resuming what
     is there.
@@ -50,5 +51,6 @@ def convert(
         keep_shards=keep_shards,
         share=share,
         verify=verify,
+        scale_dtype=scale_dtype,
     )
     return run(prepare(source, output, options))

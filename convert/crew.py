@@ -12,14 +12,15 @@ import os
 import signal
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol
 
-from kconvert.convert.output.writer import StagedFile
+from kconvert.convert.output.writer import StagedFile, Turn
 from kconvert.convert.pack import Done, Packer, Task, warm_up
 from kconvert.convert.plan import Plan
 from kconvert.convert.progress import Meter, Recorder
@@ -28,6 +29,9 @@ from kconvert.layouts.reader import Reader
 
 WORTH_PROCESSES = 1 << 30  # bytes to be written: forking takes a tenth of a second
 _FAREWELL = 5.0  # seconds
+
+
+_Turns = tuple[list[Turn], list[Turn]]  # for the files of every other job: two are under way
 
 
 class JobFiles(NamedTuple):
@@ -51,11 +55,11 @@ class Crew(Protocol):
 class Worker:
     """Does the tasks of a plan's jobs, with files of its own."""
 
-    def __init__(self, plan: Plan, meter: Meter | Recorder) -> None:
-        self._plan = plan
+    def __init__(self, plan: Plan, meter: Meter | Recorder, turns: _Turns) -> None:
+        self._plan, self._turns = plan, turns
         self._shards: dict[str, Path] = {}
         self._reader = Reader(lambda shard: self._shards[shard])
-        self._packer = Packer(plan.target.layout, self._reader, meter)
+        self._packer = Packer(plan, self._reader, meter)
         self._jobs: dict[int, tuple[list[Task], list[StagedFile]]] = {}
         self._lock = threading.Lock()
 
@@ -67,7 +71,11 @@ class Worker:
             if job not in self._jobs:
                 self._shards.update(files.shards)
                 planned = self._plan.jobs[job]
-                staged = [StagedFile(*files.blobs[file.path], file) for file in planned.files]
+                turns = self._turns[job % len(self._turns)]
+                staged = [
+                    StagedFile(*files.blobs[file.path], file, turn)
+                    for file, turn in zip(planned.files, turns, strict=False)
+                ]
                 self._jobs[job] = list(self._packer.tasks(planned, staged)), staged
             tasks, _ = self._jobs[job]
         return tasks[number]()
@@ -104,7 +112,7 @@ def crew(plan: Plan, workers: int, meter: Meter) -> Iterator[Crew]:
         finally:
             processes.close()
     else:
-        worker = Worker(plan, meter)
+        worker = Worker(plan, meter, _turns(plan, threading.Lock))
         try:
             yield worker
         finally:
@@ -121,12 +129,14 @@ class _Processes:
         self._processes: list[Any] = []
         warm_up(plan.target.layout)  # what is compiled once is there for all
         fork = multiprocessing.get_context("fork")
+        turns = _turns(plan, partial(_shared_lock, fork))
         gc.freeze()  # or every look of the collector would copy the plan's pages
         try:
             for _ in range(workers):
                 ours, theirs = fork.Pipe()
                 others = [*self._ours, ours]  # a copy of these would keep a worker from hearing
-                process = fork.Process(target=_serve, args=(plan, theirs, others), daemon=True)
+                given = (plan, turns, theirs, others)
+                process = fork.Process(target=_serve, args=given, daemon=True)
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)  # see `crew`
                     process.start()
@@ -175,7 +185,19 @@ class _Processes:
                 process.join()
 
 
-def _serve(plan: Plan, connection: Connection, others: list[Connection]) -> None:
+def _turns(plan: Plan, lock: Callable[[], Turn]) -> _Turns:
+    most = max((len(job.files) for job in plan.jobs), default=0)
+    return [lock() for _ in range(most)], [lock() for _ in range(most)]
+
+
+def _shared_lock(context: Any) -> Turn:
+    try:
+        return context.Lock()
+    except OSError:  # no semaphores here: the kernel's own lock keeps writers apart too
+        return threading.Lock()
+
+
+def _serve(plan: Plan, turns: _Turns, connection: Connection, others: list[Connection]) -> None:
     """A worker process: does what it is told until nobody is there any more."""
     for sign in (signal.SIGINT, signal.SIGTERM):
         # A terminal interrupts all; the one who asks decides, and then ends this connection.
@@ -184,7 +206,7 @@ def _serve(plan: Plan, connection: Connection, others: list[Connection]) -> None
         other.close()
     gc.disable()
     recorder = Recorder()
-    worker = Worker(plan, recorder)
+    worker = Worker(plan, recorder, turns)
     while True:
         try:
             request = connection.recv()

@@ -1,12 +1,13 @@
 """Carrying a plan out: every source tensor is read once, packed for all ranks, written once.
 
-Memory: a worker holds one expert (three matrices with scales) and one rank's piece of it, or one
-chunk of a whole tensor; so at most
+Memory: a worker holds one expert (its matrices, in the plain order too where they are stored in
+another) and one rank's piece of it, or one chunk of a whole tensor, and a chunk that is moved onto
+a page to be written; so at most
 
-    workers × (expert bytes + rank piece bytes + CHUNK_BYTES)
+    workers × (expert bytes + rank piece bytes + 2 × CHUNK_BYTES)
 
 beside the plan and the interpreter, whatever the number of layers (`memory_bound`). K2.6 at tp 8:
-36 MB a worker.
+45 MB a worker.
 
 Two jobs are under way at a time: the next begins while the last experts of one are packed, and its
 files are synced and published.
@@ -18,6 +19,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from kconvert.convert.crew import JobFiles, crew
+from kconvert.convert.expert import memory_bound as memory_of_expert
 from kconvert.convert.oddities import Oddity, sentences
 from kconvert.convert.output.publish import OwnedWorkspace
 from kconvert.convert.output.writer import BlobWriter
@@ -36,12 +38,10 @@ def memory_bound(plan: Plan, workers: int) -> int:
     expert = piece = 0
     for job in plan.jobs:
         if job.experts:
-            matrices = job.group.experts[0]
-            expert = max(expert, sum(t.nbytes for matrix in matrices for t in matrix.tensors))
+            expert = max(expert, memory_of_expert(plan, job.group))
         for file in job.files:
-            if file.rank_slice is not None:
-                piece = max(piece, sum(t.nbytes // t.experts for t in file.blob_tensors))
-    return workers * (expert + piece + CHUNK_BYTES)
+            piece = max(piece, sum(t.blob.nbytes // t.blob.experts for t in file.stacked))
+    return workers * (expert + piece + 2 * CHUNK_BYTES)  # one to read, one to write
 
 
 class Executed(NamedTuple):

@@ -1,6 +1,7 @@
 """What something is and holds, from headers alone: a checkpoint here or on the Hub, an output of
 `convert`, a part or a file of either."""
 
+import fnmatch
 import re
 from collections import Counter
 from collections.abc import Iterable
@@ -8,7 +9,12 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from kconvert.convert.output.outline import OUTLINE_NAME, Outline, read_outline
+from kconvert.convert.output.outline import (
+    EXPORT_RECORD,
+    OUTLINE_NAME,
+    Outline,
+    read_outline,
+)
 from kconvert.convert.source import hub_name, open_hub
 from kconvert.layouts.blob import COMMON_FOLDER, BlobInfo, blob_info
 from kconvert.layouts.checkpoint import (
@@ -18,46 +24,87 @@ from kconvert.layouts.checkpoint import (
     read_checkpoint,
     read_json,
 )
-from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
+from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError, UnsupportedError
 from kconvert.layouts.families.config_keys import mention_of, warnings_of
-from kconvert.layouts.families.deepseek_v3 import unknown_config_keys
+from kconvert.layouts.families.known import read_family, unknown_config_keys
 from kconvert.layouts.fields import CONFIG_NAME, text_config
 from kconvert.layouts.header import Header, TensorEntry, read_header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, read_manifest
-from kconvert.layouts.model import groups_text, read_model
+from kconvert.layouts.model import OUTER, VISION, Model, groups_text, layer_name, read_model
+from kconvert.layouts.registry import NAMES, layout_named
+from kconvert.layouts.sharding import POWERS, ModelDims, parallelisms
 
 DRAFTER = "DFlashDraftModel"  # the architecture, as in kconvert.runtime.drafting
 _RANK_FOLDER = re.compile(r"rank-\d{5}-of-\d{5}")
 _SUFFIX = ".safetensors"
 
 
-def inspect(source: str | Path) -> dict[str, Any]:
+def inspect(source: str | Path, tensors: str | None = None) -> dict[str, Any]:
     """Facts about a folder, a file or a repository of the Hub, by name, ready for JSON.
 
-    `kind` says what it is; where that is a checkpoint which cannot be converted, `refused` says
-    why. Raises CheckpointError where it is nothing known or damaged, OutputError for a damaged
-    output, UnavailableError where the Hub cannot be asked.
+    `tensors`: a pattern (* and ?) of names; those that fit are listed too. `kind` says what it is;
+    where that is a checkpoint which cannot be converted, `refused` says why. Raises CheckpointError
+    where it is nothing known or damaged, OutputError for a damaged output, UnavailableError where
+    the Hub cannot be asked.
     """
     name = hub_name(str(source))
     if name is not None:
         opened = open_hub(name.repo, name.revision)
         found = {"kind": "checkpoint on the Hub", "repo": opened.name, "commit": opened.commit}
-        return found | _checkpoint(opened.checkpoint)
+        return found | _checkpoint(opened.checkpoint) | _listed(opened.checkpoint.tensors, tensors)
     path = Path(source)
     if path.is_dir():
-        return _folder(path)
+        facts = _folder(path)
+        return facts | _listed(_tensors_in(path) if tensors else {}, tensors)
     if not path.exists():
         raise CheckpointError(
             f"{path} is not here, nor the name of a repository on the Hub, like"
             " moonshotai/Kimi-K2.6: check it."
         )
-    return _file(path)
+    return _file(path) | _listed(_tensors_of([path], path.parent) if tensors else {}, tensors)
+
+
+def _listed(found: dict[str, SourceTensor], pattern: str | None) -> dict[str, Any]:
+    """The tensors whose names fit a pattern, by name."""
+    if pattern is None:
+        return {}
+    names = fnmatch.filter(found, pattern)
+    return {
+        "tensors_found": {
+            name: {
+                "dtype": found[name].dtype,
+                "shape": list(found[name].shape),
+                "bytes": found[name].nbytes,
+                "file": found[name].shard,
+            }
+            for name in names
+        }
+    }
+
+
+def _tensors_in(folder: Path) -> dict[str, SourceTensor]:
+    """Of a checkpoint those that its index names, else of every safetensors file in a folder."""
+    if (folder / CONFIG_NAME).exists() and not (folder / MANIFEST_NAME).exists():
+        with suppress(KconvertError):  # a drafter has no index
+            return read_checkpoint(folder).tensors
+    return _tensors_of(sorted(folder.rglob(f"*{_SUFFIX}")), folder)
+
+
+def _tensors_of(files: list[Path], folder: Path) -> dict[str, SourceTensor]:
+    """By name, and where several ranks have one of that name, with its file before it."""
+    found: dict[str, SourceTensor] = {}
+    for file in files:
+        shard = file.relative_to(folder).as_posix()
+        for t in read_header(file).tensors.values():
+            name = f"{shard}: {t.name}" if t.name in found else t.name
+            found[name] = SourceTensor(t.name, t.dtype, t.shape, shard, t.start, t.nbytes)
+    return found
 
 
 def _folder(path: Path) -> dict[str, Any]:
     if (path / MANIFEST_NAME).exists():
         return _output(path)
-    if (path / WORK_FOLDER).is_dir():
+    if (path / WORK_FOLDER).is_dir() and not (path / INDEX_NAME).exists():
         return _unfinished(path)
     if _RANK_FOLDER.fullmatch(path.resolve().name) or path.resolve().name == COMMON_FOLDER:
         with suppress(KconvertError):  # else it only has the name
@@ -97,6 +144,7 @@ def _unknown(path: Path) -> str:
 def _output(path: Path) -> dict[str, Any]:
     manifest = read_manifest(path)
     sizes = {name: entry.bytes for name, entry in manifest.files.items()}
+    dims = _dims(path)
     return {
         "kind": "output of kconvert" if manifest.complete else "part of an output of kconvert",
         "layout": manifest.layout,
@@ -106,16 +154,28 @@ def _output(path: Path) -> dict[str, Any]:
         "text_only": manifest.text_only,
         "source": _origin(manifest.repo, manifest.commit),
         **_files(sizes),
+        **({"quantization": dims.quantization.text} if dims else {}),
+        **({"can_be_resharded": _convertible(dims)} if manifest.complete and dims else {}),
     }
+
+
+def _dims(path: Path) -> ModelDims | None:
+    """Of an output's config.json, which may be wanting."""
+    with suppress(KconvertError):
+        return read_family(read_json(path / CONFIG_NAME)).dims
+    return None
 
 
 def _unfinished(path: Path) -> dict[str, Any]:
     """A run is at work there, or was interrupted."""
     there = {
         file.relative_to(path).as_posix(): file.stat().st_size
-        for file in path.glob(f"*/*{_SUFFIX}")
+        for file in (*path.glob(f"*{_SUFFIX}"), *path.glob(f"*/*{_SUFFIX}"))
         if file.parent.name != WORK_FOLDER
     }
+    if (path / WORK_FOLDER / EXPORT_RECORD).exists():
+        again = {"to_finish": "run the same `kconvert export` again"}
+        return {"kind": "unfinished export of an output of kconvert"} | _files(there) | again
     facts: dict[str, Any] = {"kind": "unfinished output of kconvert"}
     if (path / WORK_FOLDER / OUTLINE_NAME).exists():
         outline = read_outline(path)
@@ -199,20 +259,30 @@ def _drafter(path: Path, config: dict[str, Any]) -> dict[str, Any]:
 def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
     absent = sorted(set(checkpoint.absent.values()))
     unknown = unknown_config_keys(checkpoint.config)
+    warnings: list[str] = []
     facts: dict[str, Any] = {"model_type": text_config(checkpoint.config).get("model_type")}
     try:
         model = read_model(checkpoint)
     except KconvertError as error:
         facts["refused"] = str(error)
     else:
+        warnings = model.family.warnings
         facts |= {
             "layers": model.dims.layers,
-            "dense_layers": min(model.dims.first_moe, model.dims.layers),
+            "dense_layers": sum(
+                not model.groups[layer_name(layer)].experts
+                if (is_moe := model.dims.is_moe(layer)) is None
+                else not is_moe
+                for layer in range(model.dims.layers)
+            ),
             "routed_experts": model.dims.experts,
             "hidden_size": model.dims.hidden,
             "moe_intermediate_size": model.dims.intermediate,
-            "quantization": f"INT4, symmetric, {model.dims.quantization}",
+            "quantization": model.dims.quantization.text,
+            "format": model.family.format.name,
             "groups_here": groups_text(n for n, group in model.groups.items() if not group.absent),
+            "sizes": _sizes(model),
+            "can_be_converted": _convertible(model.dims),
         }
     dtypes = _dtypes(checkpoint.tensors.values())
     return facts | {
@@ -223,8 +293,49 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "missing_shards": absent,
         "small_files": ", ".join(checkpoint.small_files),
         "ignored": [*checkpoint.ignored, *mention_of(unknown)],
-        "warnings": warnings_of(unknown),
+        "warnings": [*warnings, *warnings_of(unknown)],
     }
+
+
+def _sizes(model: Model) -> dict[str, int]:
+    """Bytes by what they are, of the groups that are here."""
+    sizes: dict[str, int] = {}
+
+    def add(kind: str, tensor: SourceTensor) -> None:
+        sizes[f"{kind}_bytes"] = sizes.get(f"{kind}_bytes", 0) + tensor.nbytes
+
+    for group in model.groups.values():
+        for expert in group.experts:
+            for matrix in expert.stored:
+                for role, tensor in matrix.by_role.items():
+                    add(f"expert_{role}", tensor)
+                for tensor in matrix.dropped:
+                    add("expert_companion", tensor)
+        for tensor in group.whole:
+            add(group.name if group.name in (OUTER, VISION) else "layer", tensor)
+    return sizes
+
+
+def _convertible(dims: ModelDims) -> str:
+    """For which tp and ep, by layout; why not, where a layout has no order for it."""
+    said = []
+    for name in NAMES:
+        try:
+            layout = layout_named(name)(dims.quantization)
+        except UnsupportedError as error:
+            said.append(f"not as {name}: {error}".rstrip("."))
+            continue
+        fits = parallelisms(dims, layout.constraint)
+        by_tp = {p.tp: [q.ep for q in fits if q.tp == p.tp] for p in fits}
+        texts = [f"{tp}{_eps(tp, eps)}" for tp, eps in by_tp.items()]
+        said.append(f"as {name} with --tp {', '.join(texts)}" if fits else f"not as {name}")
+    return "; ".join(said)
+
+
+def _eps(tp: int, eps: list[int]) -> str:
+    """Nothing where every ep that divides tp will do, of powers of two."""
+    every = [ep for ep in POWERS if ep <= tp]
+    return "" if eps == every else f" (--ep {', '.join(map(str, eps))})"
 
 
 def _dtypes(tensors: Iterable[SourceTensor | TensorEntry]) -> dict[str, dict[str, int]]:

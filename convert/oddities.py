@@ -1,25 +1,30 @@
 """What looks odd in an expert: sound files may have it, damaged ones do."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix
+from kconvert.layouts.formats.format import QuantizedMatrix
+from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.scan import all_one_code, scan_scales
 
 
 class Oddity(NamedTuple):
-    """Of a tensor: so many scales that are zero, or (0) codes that are all the same."""
+    """Of a tensor: scales that are zero, one code everywhere, or scales that a cast rounded."""
 
+    kind: Literal["zero", "uniform", "rounded"]
     tensor: str
-    zero_scales: int
+    count: int = 0
 
 
 def look_at(
-    matrix: QuantizedMatrix, codes: NDArray[np.int32], scales: NDArray[Any]
+    matrix: QuantizedMatrix,
+    quantization: Quantization,
+    codes: NDArray[np.int32],
+    scales: NDArray[Any],
 ) -> Iterator[Oddity]:
     """What is odd about a matrix. Raises CheckpointError for a scale that is NaN or infinite."""
     scanned = scan_scales(scales, matrix.scale.dtype)
@@ -30,20 +35,21 @@ def look_at(
             f" {group} is not finite: the shard is damaged; download it again."
         )
     if scanned.zeros:
-        yield Oddity(matrix.scale.name, scanned.zeros)
-    if all_one_code(codes):
-        yield Oddity(matrix.code.name, 0)
+        yield Oddity("zero", matrix.scale.name, scanned.zeros)
+    if all_one_code(codes, quantization.bits):
+        yield Oddity("uniform", matrix.code.name)
 
 
 def sentences(oddities: Iterable[Oddity]) -> Iterator[str]:
     """A line for each kind, with the first tensor by name."""
-    found = sorted(oddities)
-    zeros = [oddity for oddity in found if oddity.zero_scales]
-    uniform = [oddity.tensor for oddity in found if not oddity.zero_scales]
-    if zeros:
-        total = sum(oddity.zero_scales for oddity in zeros)
-        yield (
-            f"{total:,} scales of {len(zeros):,} tensors are zero, the first in {zeros[0].tensor}"
-        )
-    if uniform:
-        yield f"{len(uniform):,} expert matrices are all one code, the first {uniform[0]}"
+    found = sorted(oddities, key=lambda oddity: (oddity.tensor, oddity.count))
+    by_kind = {
+        kind: [o for o in found if o.kind == kind] for kind in ("zero", "uniform", "rounded")
+    }
+    for kind, what in (("zero", "are zero"), ("rounded", "were rounded to bfloat16")):
+        odd = by_kind[kind]
+        if odd:
+            total = sum(oddity.count for oddity in odd)
+            yield f"{total:,} scales of {len(odd):,} tensors {what}, the first in {odd[0].tensor}"
+    if uniform := by_kind["uniform"]:
+        yield f"{len(uniform):,} expert matrices are all one code, the first {uniform[0].tensor}"

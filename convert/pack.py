@@ -1,23 +1,26 @@
 """Packing: what one task does with one expert, or with one whole tensor."""
 
+import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from kconvert.convert.oddities import Oddity, look_at
+from kconvert.convert.expert import LoadedExpert, load
+from kconvert.convert.oddities import Oddity
 from kconvert.convert.output.writer import Piece, StagedFile
-from kconvert.convert.plan import Job, PlannedTensor
+from kconvert.convert.plan import Job, Plan
+from kconvert.convert.planned import PlannedTensor
 from kconvert.convert.progress import Meter, Recorder
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.experts import Cut
-from kconvert.layouts.formats.compressed_tensors import check_weight_shape
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.model import Expert
+from kconvert.layouts.model import Group
+from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
 from kconvert.layouts.scan import all_one_code, scan_scales
+from kconvert.layouts.stored.expert import refuse_changed
 
 
 class Done(NamedTuple):
@@ -34,8 +37,8 @@ Task = Callable[[], Done]
 class Packer:
     """Turns a job into tasks that can run at once, each with buffers of its thread alone."""
 
-    def __init__(self, layout: Layout, reader: Reader, meter: Meter | Recorder) -> None:
-        self._layout = layout
+    def __init__(self, plan: Plan, reader: Reader, meter: Meter | Recorder) -> None:
+        self._plan, self._layout = plan, plan.target.layout
         self._reader = reader
         self._meter = meter
         self._scratch = Scratch()
@@ -44,71 +47,52 @@ class Packer:
         """`task_count(job)` tasks, always in the same order: one a whole tensor, and one an expert
         for all the ranks that hold it."""
         for file in files:
-            if file.planned.rank_slice is None:
-                for tensor in file.planned.tensors:
-                    yield partial(self._copy, file, tensor)
+            for tensor in file.planned.copied:
+                yield partial(self._copy, job.group, file, tensor)
         for index in job.experts:
             owners = [
                 (file, part.experts.index(index))
                 for file in files
                 if (part := file.planned.rank_slice) is not None and index in part.experts
             ]
-            # A file system writes a file for one thread at a time: neighbours begin elsewhere.
+            # Neighbours begin with different files: one at a time can write one.
             turn = index % max(1, len(owners))
-            yield partial(self._convert, job.group.experts[index], owners[turn:] + owners[:turn])
+            yield partial(self._convert, job.group, index, owners[turn:] + owners[:turn])
 
-    def _copy(self, file: StagedFile, tensor: PlannedTensor) -> Done:
+    def _copy(self, group: Group, file: StagedFile, tensor: PlannedTensor) -> Done:
         assert isinstance(tensor.source, SourceTensor)
         buffer = self._scratch.take("chunk", (CHUNK_BYTES,), np.uint8)
         with self._meter.busy("write", tensor.blob.nbytes):
             piece = file.write_whole(tensor.blob, self._reader.chunks(tensor.source, buffer))
+        refuse_changed(tensor.source, piece.digest, group.digest_of(tensor.source))
         return Done(piece.nbytes, [(file.planned.path, piece)], [])
 
-    def _convert(self, expert: Expert, owners: list[tuple[StagedFile, int]]) -> Done:
+    def _convert(self, group: Group, index: int, owners: list[tuple[StagedFile, int]]) -> Done:
         """Pack an expert for every file; the numbers are its index among theirs."""
-        count, loaded, odd = self._load(expert)
+        count = sum(tensor.nbytes for tensor in group.read_for(index))
+        with self._meter.busy("read", count):
+            expert = load(self._plan, group, index, self._reader, self._scratch)
+        with self._meter.busy("convert"):
+            odd = expert.check()
         pieces = []
-        for file, local in owners:
+        remaining = list(owners)
+        while remaining:
+            free = next((i for i, (file, _) in enumerate(remaining) if file.is_free()), 0)
+            file, local = remaining.pop(free)
             with self._meter.busy("convert", count // len(owners)):
-                packed = [self._pack(tensor, loaded) for tensor in file.planned.tensors]
+                packed = [self._pack(tensor, expert) for tensor in file.planned.stacked]
             with self._meter.busy("write", sum(map(len, packed))):
-                written = file.write_expert(file.planned.blob_tensors, local, packed)
+                written = file.write_expert(local, packed)
             pieces += [(file.planned.path, piece) for piece in written]
-        return Done(count, pieces, odd)
+        return Done(expert.bytes_read, pieces, odd)
 
-    def _pack(self, tensor: PlannedTensor, loaded: dict[Any, NDArray[Any]]) -> memoryview:
+    def _pack(self, tensor: PlannedTensor, expert: LoadedExpert) -> memoryview:
         """One expert's part of a stacked tensor, until the next of its name is packed."""
         assert isinstance(tensor.source, Cut)
-        role, name = tensor.source.tensor.role, tensor.source.tensor.name
-        out = self._scratch.take(name, tensor.blob.shape[1:], NUMPY_BITS[tensor.blob.dtype])
-        for projection, rows, columns, at in tensor.source.parts:
-            self._layout.pack_into(role, loaded[projection, role], rows, columns, out, at)
+        name, shape = tensor.source.tensor.name, tensor.blob.shape[1:]
+        out = self._scratch.take(name, shape, NUMPY_BITS[tensor.blob.dtype])
+        expert.fill(tensor.source, self._layout, out)
         return memoryview(out).cast("B")
-
-    def _load(self, expert: Expert) -> tuple[int, dict[Any, NDArray[Any]], list[Oddity]]:
-        """Bytes read; by projection and role codes int32 [N, K/8] and scale bits [N, G]; and what
-        is odd about them. What is dropped is checked."""
-        parts, loaded = [], {}
-        dropped: list[tuple[SourceTensor, NDArray[Any], tuple[int, ...]]] = []
-        for projection, matrix in expert._asdict().items():
-            for role in ("code", "scale"):
-                tensor = getattr(matrix, role)
-                purpose, dtype = f"{projection} {role}", NUMPY_BITS[tensor.dtype]
-                loaded[projection, role] = self._scratch.take(purpose, tensor.shape, dtype)
-                parts.append((tensor, loaded[projection, role]))
-            for i, tensor in enumerate(matrix.dropped):
-                raw = self._scratch.take(f"{projection} {i}", (tensor.nbytes,), np.uint8)
-                parts.append((tensor, raw))
-                dropped.append((tensor, raw, matrix.code.shape))
-        with self._meter.busy("read", sum(tensor.nbytes for tensor, _ in parts)):
-            count = self._reader.read_together(parts)
-        odd: list[Oddity] = []
-        with self._meter.busy("convert"):
-            for projection, matrix in expert._asdict().items():
-                odd += look_at(matrix, loaded[projection, "code"], loaded[projection, "scale"])
-            for tensor, raw, (rows, words) in dropped:
-                check_weight_shape(tensor, memoryview(raw), rows, 8 * words)
-        return count, loaded, odd
 
 
 def task_count(job: Job) -> int:
@@ -118,16 +102,20 @@ def task_count(job: Job) -> int:
 
 def warm_up(layout: Layout) -> None:
     """Compile what packing needs, or load it: once, before there are several who would."""
-    n, k = 64, 128
-    codes = np.zeros((n, k // 8), np.int32)
-    all_one_code(codes)
-    layout.pack_into(
-        "code", codes, range(n), range(k), np.zeros(layout.shape("code", n, k), np.int32), 0
-    )
-    shape = layout.shape("scale", n, k)
-    groups = len(layout.quantization.groups(range(k)))
-    for dtype in ("BF16", "F32"):
-        bits = NUMPY_BITS[dtype]
-        scales = np.zeros((n, groups), bits)
-        scan_scales(scales, dtype)
-        layout.pack_into("scale", scales, range(n), range(k), np.zeros(shape, bits), 0)
+    n, quantization = 64, layout.quantization
+    # Few groups and many are ordered by kernels of their own.
+    for role, k in itertools.product(quantization.roles, (128, 1024)):
+        for dtype in _dtypes_of(role, quantization):
+            source = np.zeros(quantization.plain_shape(role, n, k), NUMPY_BITS[dtype])
+            out = np.zeros(layout.shape(role, n, k), NUMPY_BITS[dtype])
+            layout.pack_into(role, source, range(n), range(k), out, 0)
+            if role == "code":
+                all_one_code(source, quantization.bits)
+            elif role == "scale":
+                scan_scales(source, dtype)
+
+
+def _dtypes_of(role: Role, quantization: Quantization) -> tuple[str, ...]:
+    if role == "scale":
+        return ("U8",) if quantization.scheme == "mxfp4" else ("BF16", "F32")
+    return ("BF16",) if role == "bias" else ("I32",)

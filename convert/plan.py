@@ -7,16 +7,21 @@ import json
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import NamedTuple
 
+from kconvert.convert.planned import PlannedFile, PlannedTensor
 from kconvert.convert.share import Share
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo, BlobTensor, Sharding
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
-from kconvert.layouts.experts import STACKED, W13_ROWS, Cut
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.experts import W13_ROWS, stacked_tensors
+from kconvert.layouts.families.family import Family
+from kconvert.layouts.formats.format import Format, QuantizedMatrix
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import VISION, Group, Model, layer_name, layer_numbers, ranges
+from kconvert.layouts.quantization import Role
 from kconvert.layouts.sharding import (
     ModelDims,
     Parallelism,
@@ -24,6 +29,8 @@ from kconvert.layouts.sharding import (
     check_parallelism,
     rank_slice,
 )
+
+_FIRST_FORMAT = "pack-quantized"  # whose fingerprints do not say it
 
 
 class Target(NamedTuple):
@@ -33,51 +40,24 @@ class Target(NamedTuple):
     parallelism: Parallelism
     repo: str | None = None  # Hub repo and commit, where the source is one
     commit: str | None = None
-
-
-class PlannedTensor(NamedTuple):
-    """A tensor of a blob to be, and what it is made of: a source tensor that is copied, or what
-    `Cut` takes out of every local expert."""
-
-    blob: BlobTensor
-    source: SourceTensor | Cut
-
-
-@dataclass(frozen=True)
-class PlannedFile:
-    """A blob to be: its path under the output, tensors with offsets, and size in bytes."""
-
-    path: str
-    tensors: tuple[PlannedTensor, ...]
-    info: BlobInfo  # with blank digests
-    rank_slice: RankSlice | None  # None: the tensors are whole, the file is common to all ranks
-    header_bytes: int
-    nbytes: int
-
-    @property
-    def rank(self) -> int | None:
-        """Whose it is; None where it is common."""
-        return self.info.sharding and self.info.sharding.rank
-
-    @property
-    def blob_tensors(self) -> tuple[BlobTensor, ...]:
-        """Its tensors as the header lists them."""
-        return tuple(tensor.blob for tensor in self.tensors)
+    scale_dtype: str | None = None  # what scales are cast to; None: kept
 
 
 @dataclass(frozen=True)
 class Job:
-    """A group and the files it is converted into: the unit that is published together."""
+    """A group and the files it is converted into: the unit that is published together. What is
+    made of all its tensors, which may be thousands, is kept."""
 
     group: Group
     files: tuple[PlannedFile, ...]
 
     @property
     def copied(self) -> tuple[SourceTensor, ...]:
-        """The source tensors that go unchanged into this job's common file, if it has one."""
-        return self.group.whole if any(f.rank_slice is None for f in self.files) else ()
+        """The source tensors that go unchanged into files of this job."""
+        tensors = (tensor.source for file in self.files for tensor in file.copied)
+        return tuple(source for source in tensors if isinstance(source, SourceTensor))
 
-    @property
+    @cached_property
     def experts(self) -> list[int]:
         """The experts that a file of this job holds."""
         parts = [f.rank_slice.experts for f in self.files if f.rank_slice is not None]
@@ -88,15 +68,14 @@ class Job:
         """Every source tensor this job reads, each once."""
         yield from self.copied
         for e in self.experts:
-            for matrix in self.group.experts[e]:
-                yield from matrix.tensors
+            yield from self.group.read_for(e)
 
-    @property
+    @cached_property
     def shards(self) -> set[str]:
         """The files this job reads."""
         return {tensor.shard for tensor in self.source_tensors}
 
-    @property
+    @cached_property
     def source_bytes(self) -> int:
         """Bytes this job reads."""
         return sum(tensor.nbytes for tensor in self.source_tensors)
@@ -117,6 +96,7 @@ class Plan:
     source has and this run leaves out; `expected` are the paths a complete output has."""
 
     target: Target
+    format: Format  # of the source's experts
     dims: ModelDims
     jobs: tuple[Job, ...]
     others: tuple[PlannedFile, ...]
@@ -178,7 +158,7 @@ def make_plan(
             if not unwanted:
                 expected += paths
             continue
-        files = _files(group, model.dims, target, contents)
+        files = _files(group, model.family, target, contents)
         if not unwanted:
             expected += [file.path for file in files]
         now = [
@@ -191,6 +171,7 @@ def make_plan(
             jobs.append(Job(group, tuple(now)))
     plan = Plan(
         target=target,
+        format=model.family.format,
         dims=model.dims,
         jobs=tuple(jobs),
         others=tuple(others),
@@ -198,61 +179,21 @@ def make_plan(
         left_out=tuple(left_out),
         absent=tuple(absent),
     )
-    check_accounts(plan)
     return plan
 
 
-def check_accounts(plan: Plan) -> None:
-    """Every source tensor goes to one place, every byte of it: raise KconvertError otherwise.
-
-    Where all ranks of a group are planned, the bytes written are the bytes read, less what is
-    checked and dropped (weight_shape), plus what every rank that shares an expert needs whole.
-    """
-    seen: set[str] = set()
-    moe_tp, quantization = plan.target.parallelism.moe_tp, plan.dims.quantization
-    for job in plan.jobs:
-        names = [tensor.name for tensor in job.source_tensors]
-        if len(set(names)) < len(names) or not seen.isdisjoint(names):
-            raise KconvertError(f"{job.group.name}: a tensor is planned twice; this is a bug.")
-        seen.update(names)
-        ranks = [file for file in job.files if file.rank_slice is not None]
-        if len(ranks) not in (0, plan.target.parallelism.tp):
-            continue
-        read = sum(tensor.nbytes for tensor in job.copied)
-        for stacked in STACKED:
-            copies = stacked.copies(quantization, moe_tp)
-            read += copies * sum(
-                getattr(getattr(job.group.experts[e], projection), stacked.role).nbytes
-                for e in job.experts
-                for projection in stacked.projections
-            )
-        written = sum(tensor.blob.nbytes for file in job.files for tensor in file.tensors)
-        if read != written:
-            raise KconvertError(
-                f"{job.group.name}: {read:,} bytes are read and {written:,} planned to be written;"
-                " this is a bug."
-            )
-
-
 def _files(
-    group: Group, dims: ModelDims, target: Target, contents: Mapping[str, str]
+    group: Group, family: Family, target: Target, contents: Mapping[str, str]
 ) -> list[PlannedFile]:
     """All files of a group: the common one and, for MoE layers, one a rank."""
-    files = []
+    identity, files = group.identity(contents), []
     if group.whole:
-        content = _content(group.whole, contents)
-        files.append(_common_file(group, target, content))
+        files.append(_common_file(group, target, identity.whole))
     if group.experts:
-        tensors = (t for expert in group.experts for matrix in expert for t in matrix.tensors)
-        content = _content(tensors, contents)
+        dtypes = _dtypes([m for expert in group.experts for m in expert.stored], target)
         for rank in range(target.parallelism.tp):
-            files.append(_rank_file(group, dims, target, rank, content))
+            files.append(_rank_file(group, family, target, rank, identity.experts, dtypes))
     return files
-
-
-def _content(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
-    """Identity of what some tensors hold: of which shard's content, from which byte on, each."""
-    return blob.digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
 def _common_file(group: Group, target: Target, content: str) -> PlannedFile:
@@ -264,18 +205,15 @@ def _common_file(group: Group, target: Target, content: str) -> PlannedFile:
 
 
 def _rank_file(
-    group: Group, dims: ModelDims, target: Target, rank: int, content: str
+    group: Group, family: Family, target: Target, rank: int, content: str, kinds: "_Dtypes"
 ) -> PlannedFile:
     """Shapes and sources of the stacked tensors, in the order a forward pass reads them."""
-    layout, (tp, ep) = target.layout, target.parallelism
+    layout, (tp, ep), dims = target.layout, target.parallelism, family.dims
     experts, rows = part = rank_slice(dims, target.parallelism, rank)
-    matrices = [matrix for expert in group.experts for matrix in expert]
-    scale_dtype = _one_dtype(matrix.scale for matrix in matrices)
-    shape_dtype = _one_dtype(tensor for matrix in matrices for tensor in matrix.dropped)
-    tensors = []
-    for stacked in STACKED:
+    dtypes, tensors = kinds.stacked, []
+    for stacked in stacked_tensors(dims.quantization):
         cut = stacked.cut(rows, dims.hidden)
-        dtype = "I32" if stacked.role == "code" else scale_dtype
+        dtype = dtypes[stacked.role]
         shape = (len(experts), *layout.shape(stacked.role, cut.n, cut.k))
         stored = BlobTensor(
             name=f"{group.prefix}{stacked.name}",
@@ -291,17 +229,47 @@ def _rank_file(
         rank=rank,
         tp=tp,
         ep=ep,
-        quantization=blob.described(dims.quantization, scale_dtype),
+        quantization=blob.described(dims.quantization, dtypes["scale"]),
         w13_rows=W13_ROWS,
         padding=None,
-        dropped={"weight_shape": shape_dtype},
+        dropped=kinds.dropped,
     )  # fmt: skip
-    identity = {
+    identity: dict[str, object] = {
         "version": layout.version, "layout": layout.name, "tp": tp, "ep": ep,
         "slice": [experts.start, experts.stop, rows.start, rows.stop],
     }  # fmt: skip
+    if family.format.name != _FIRST_FORMAT:  # the same tensors may mean something else
+        identity["source_format"] = family.format.name
     path = f"{blob.rank_folder(rank, tp)}/{group.name}.safetensors"
     return _file(path, tensors, target, content, identity, sharding, part)
+
+
+class _Dtypes(NamedTuple):
+    """Of a group's experts: the dtype of each stacked tensor, and what each companion had that is
+    not kept as it is."""
+
+    stacked: dict[Role, str]
+    dropped: dict[str, str]
+
+
+def _dtypes(matrices: list[QuantizedMatrix], target: Target) -> _Dtypes:
+    scale = _one_dtype(matrix.scale for matrix in matrices)
+    stacked: dict[Role, str] = {"code": "I32", "scale": scale, "zero_point": "I32"}
+    if matrices[0].bias is not None:
+        stacked["bias"] = _one_dtype(m.bias for m in matrices if m.bias is not None)
+    companions: dict[str, list[SourceTensor]] = {}
+    for matrix in matrices:
+        for tensor in matrix.dropped:
+            companions.setdefault(_companion(tensor), []).append(tensor)
+    dropped = {companion: _one_dtype(tensors) for companion, tensors in companions.items()}
+    if target.scale_dtype not in (None, scale):
+        stacked["scale"] = str(target.scale_dtype)
+        dropped[_companion(matrices[0].scale)] = scale
+    return _Dtypes(stacked, dropped)
+
+
+def _companion(tensor: SourceTensor) -> str:
+    return tensor.name.rpartition(".")[2]
 
 
 def _one_dtype(tensors: Iterable[SourceTensor]) -> str:
@@ -331,18 +299,17 @@ def _file(
     identity = identity | {
         "tensors": [(t.name, t.dtype, t.shape) for t in placed], "content": content,
     }  # fmt: skip
-    digests, expert_digests = blob.blank_digests(placed)
     info = BlobInfo(
         format=blob.FORMAT_VERSION,
         repo=target.repo,
         commit=target.commit,
         content=content,
         fingerprint=blob.digest(json.dumps(identity, sort_keys=True).encode()),
-        digests=digests,
-        expert_digests=expert_digests,
+        digests={tensor.name: blob.NO_DIGEST for tensor in placed},
+        expert_digests={tensor.name: [] for tensor in placed if tensor.experts},
         sharding=sharding,
     )
-    header_bytes = len(blob.encode_header(placed, info))
+    header_bytes = blob.header_bytes(placed, info)
     return PlannedFile(
         path=path,
         tensors=tuple(PlannedTensor(stored, sources[stored.name]) for stored in placed),
@@ -361,7 +328,7 @@ def _paths_of_absent(group: Group, dims: ModelDims, parallelism: Parallelism) ->
     """The paths that the files of a group would have whose shards are not here."""
     paths = [f"{blob.COMMON_FOLDER}/{group.name}.safetensors"]
     layer = _layer(group)
-    if layer is not None and layer >= dims.first_moe:
+    if layer is not None and dims.is_moe(layer):
         tp = parallelism.tp
         paths += [f"{blob.rank_folder(r, tp)}/{group.name}.safetensors" for r in range(tp)]
     return paths

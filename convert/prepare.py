@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from kconvert.convert.accounts import check_accounts
 from kconvert.convert.execute import memory_bound
 from kconvert.convert.output import publish, state
 from kconvert.convert.output.disk import read_file
@@ -21,7 +22,7 @@ from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint
 from kconvert.layouts.errors import OutputError, UnsupportedError
 from kconvert.layouts.families.config_keys import UnknownKey, mention_of, warnings_of
-from kconvert.layouts.families.deepseek_v3 import unknown_config_keys
+from kconvert.layouts.families.known import unknown_config_keys
 from kconvert.layouts.header import refuse_lfs_pointer
 from kconvert.layouts.model import Model, read_model
 from kconvert.layouts.registry import layout_named
@@ -43,12 +44,13 @@ class Options:
     ranks: Collection[int] | None = None
     text_only: bool = False
     overwrite: bool = False
-    workers: int | None = None  # None: see Prepared.workers
+    workers: int | None = None  # None: see worker_count
     revision: str | None = None  # of a Hub repository; None: main
     cache_dir: Path | None = None  # huggingface_hub's; None: its own default
     keep_shards: bool = False  # download into the cache, and delete nothing
     share: Share | None = None  # of several runs on one output
     verify: bool = False  # compare a folder's files with the hashes at hand
+    scale_dtype: str | None = None  # "bfloat16": cast the experts' scales to it; None: keep them
 
 
 @dataclass(frozen=True)
@@ -79,7 +81,7 @@ class Prepared:
         """What the whole output will hold."""
         plan, target = self.plan, self.plan.target
         blobs = dict.fromkeys(plan.expected) | {
-            file.path: file.info.fingerprint for file in (*plan.files, *plan.others)
+            file.path: file.fingerprint for file in (*plan.files, *plan.others)
         }
         small = {name: digest(content) for name, content in self.small_files.items()}
         return Outline(
@@ -132,17 +134,22 @@ class Prepared:
 
     @property
     def workers(self) -> int:
-        """Threads: as asked for, or two a core (one packs while the other waits for the disk) as
-        far as their buffers fit."""
-        if self.options.workers is not None:
-            return self.options.workers
-        most = max(1, BUFFER_BYTES // max(1, memory_bound(self.plan, 1)))
-        return min(MAX_WORKERS, 2 * len(os.sched_getaffinity(0)), most)
+        """See `worker_count`."""
+        return worker_count(self.plan, self.options.workers)
 
     def disks(self) -> list[tuple[Path, int, int]]:
         """(folder, bytes needed, bytes free) of each file system that will be written."""
         needed = publish.needed_by_device(self.output, self.disk)
         return [(folder, size, shutil.disk_usage(folder).free) for folder, size in needed.items()]
+
+
+def worker_count(plan: Plan, asked: int | None) -> int:
+    """Threads: as asked for, or two a core (one packs while the other waits for the disk) as far as
+    their buffers fit."""
+    if asked is not None:
+        return asked
+    most = max(1, BUFFER_BYTES // max(1, memory_bound(plan, 1)))
+    return min(MAX_WORKERS, 2 * len(os.sched_getaffinity(0)), most)
 
 
 def prepare(source: str | Path, output: str | Path, options: Options) -> Prepared:
@@ -157,27 +164,33 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
             "--overwrite is nothing for a share (--share, or what a launcher has set): none knows"
             " what the others have replaced; delete the old output first."
         )
-    layout = layout_named(options.layout)
-    with _without_collection():
+    layout_named(options.layout)  # before anything is fetched
+    with without_collection():
         name, options = _named(str(source), options)
         opened = _open(name or Path(source), output, options)
-        checkpoint = opened.checkpoint
-        state.refuse_reserved(checkpoint.small_files)
-        state.refuse_overlap(opened.folder, map(opened.path, checkpoint.shards), output)
-        model = read_model(checkpoint)
-        plan = make_plan(
-            model,
-            opened.contents,
-            Target(
-                layout=layout(model.dims.quantization),
-                parallelism=Parallelism(options.tp, options.ep),
-                repo=opened.name,
-                commit=opened.commit,
-            ),
-            layers=options.layers,
-            ranks=options.ranks,
-            text_only=options.text_only,
-        )
+        state.refuse_reserved(opened.checkpoint.small_files)
+        return planned(opened, read_model(opened.checkpoint), output, options)
+
+
+def planned(opened: Source, model: Model, output: Path, options: Options) -> Prepared:
+    """The plan for a source that was opened, compared with the output."""
+    checkpoint = opened.checkpoint
+    state.refuse_overlap(opened.folder, map(opened.path, checkpoint.shards), output)
+    plan = make_plan(
+        model,
+        opened.contents,
+        Target(
+            layout=layout_named(options.layout)(model.dims.quantization),
+            parallelism=Parallelism(options.tp, options.ep),
+            repo=opened.name,
+            commit=opened.commit,
+            scale_dtype=_scale_dtype(options.scale_dtype, model),
+        ),
+        layers=options.layers,
+        ranks=options.ranks,
+        text_only=options.text_only,
+    )
+    check_accounts(plan)
     if options.share:
         plan = plan.share(options.share)
     small = _small_files(opened)
@@ -191,14 +204,39 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
             small_files=small,
             options=options,
             ignored=_ignored(checkpoint, model, unknown),
-            warnings=(*opened.warnings, *warnings_of(unknown), *_no_tokenizer(checkpoint)),
+            warnings=(
+                *opened.warnings,
+                *model.family.warnings,
+                *warnings_of(unknown),
+                *_no_tokenizer(checkpoint),
+            ),
         )
     )
 
 
 def _ignored(checkpoint: Checkpoint, model: Model, unknown: list[UnknownKey]) -> tuple[str, ...]:
     buffers = [f"{len(model.skipped)} rotary buffers (inv_freq): computed, not read"]
-    return (*checkpoint.ignored, *buffers[: len(model.skipped)], *mention_of(unknown))
+    beside = [
+        f"{model.quantized_beside} matrices beside the experts are quantized too: they stay whole"
+        " and as they are"
+    ]
+    return (
+        *checkpoint.ignored, *buffers[: len(model.skipped)], *beside[: model.quantized_beside],
+        *mention_of(unknown),
+    )  # fmt: skip
+
+
+def _scale_dtype(asked: str | None, model: Model) -> str | None:
+    """The safetensors dtype that scales are cast to; UnsupportedError where that is not done."""
+    if asked is None:
+        return None
+    if asked != "bfloat16":
+        raise UnsupportedError(f"--scale-dtype {asked}: scales are cast to bfloat16 or kept.")
+    if model.dims.quantization.scheme == "mxfp4":
+        raise UnsupportedError(
+            "--scale-dtype bfloat16: MXFP4's scales are powers of two in a byte, and stay so."
+        )
+    return "BF16"
 
 
 def _no_tokenizer(checkpoint: Checkpoint) -> list[str]:
@@ -262,7 +300,7 @@ def with_current_state(prepared: Prepared) -> Prepared:
 
 
 @contextmanager
-def _without_collection() -> Iterator[None]:
+def without_collection() -> Iterator[None]:
     """Hold the garbage collector off: 208,550 tensors are a million objects that all stay, and
     looking through them again and again is half of the plan's time."""
     was_on = gc.isenabled()

@@ -4,7 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from kconvert.convert.execute import execute
+from kconvert.convert.link import link_finished
 from kconvert.convert.output import publish
+from kconvert.convert.output.disk import sync_folder
 from kconvert.convert.output.outline import OUTLINE_NAME, Outline, read_outline
 from kconvert.convert.prepare import Prepared, with_current_state
 from kconvert.convert.progress import Meter, Stage
@@ -24,6 +26,7 @@ class Conversion:
 
     output: Path
     files_written: int
+    files_linked: int  # they lie in the output that is the source, and take no space here
     files_kept: int
     bytes_read: int
     bytes_written: int
@@ -56,6 +59,8 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
         _leave_outline(workspace, outline)
         if replaced:
             publish.remove(workspace, [MANIFEST_NAME])  # before what it tells of is changed
+        linked = link_finished(rest, prepared.source, workspace, prepared.workers, meter)
+        rest = rest.without(linked)
         done = execute(rest, prepared.source, workspace, prepared.workers, meter)
         # The last share to end writes what belongs to no share.
         last = workspace.share is None or not outline.missing_blobs(output)
@@ -70,6 +75,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
     return Conversion(
         output=output,
         files_written=len(rest.files),
+        files_linked=len(linked),
         files_kept=len(prepared.state.published & planned),
         bytes_read=done.bytes_read,
         bytes_written=sum(file.nbytes for file in rest.files),
@@ -156,6 +162,10 @@ def _same(outline: Outline) -> Outline:
 
 
 def _write_manifest(workspace: publish.OwnedWorkspace, manifest: Manifest) -> None:
+    # A file that is there may have been renamed by a run that was killed before its sync, or by a
+    # share that has yet to make it.
+    for folder in {(workspace.output / name).parent for name in manifest.files}:
+        sync_folder(folder)
     publish.write_file(workspace, MANIFEST_NAME, encode_manifest(manifest))
     if manifest.complete:
         publish.remove(workspace, [f"{WORK_FOLDER}/{OUTLINE_NAME}"])

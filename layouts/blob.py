@@ -17,12 +17,13 @@ import xxhash
 from kconvert.layouts.errors import OutputError
 from kconvert.layouts.experts import W13_ROWS
 from kconvert.layouts.header import DTYPE_BYTES, Header, read_header
-from kconvert.layouts.quantization import Quantization
+from kconvert.layouts.quantization import SCHEMES, Quantization
 
 FORMAT_VERSION = 1  # what readers must understand; the newest that this code reads
 COMMON_VERSION = 1  # of a common blob's bytes; a rank's blob has its layout's
 PAGE = 4096
 NO_DIGEST = "0" * 32
+_DIGEST_BYTES = len(f'\\"{NO_DIGEST}\\",')  # in a list, in JSON that is a string in JSON
 
 
 class BlobTensor(NamedTuple):
@@ -47,21 +48,19 @@ class Sharding:
     rank: int
     tp: int
     ep: int
-    quantization: dict[
-        str, Any
-    ]  # scheme, bits, group_size (null: channelwise), zero_point, scale_dtype
+    quantization: dict[str, Any]  # `described`: Quantization's fields, and scale_dtype
     w13_rows: str  # experts.W13_ROWS
     padding: object  # null: there is none
     dropped: dict[str, str]  # companions of the source that are not kept → their dtype
 
     def read_quantization(self) -> Quantization:
         """`quantization` without its scale dtype; OutputError where it is one of a later writer."""
-        table = dict(self.quantization)
-        scheme, _ = table.pop("scheme", None), table.pop("scale_dtype", None)
-        if scheme != "int" or table.keys() != set(Quantization._fields):
+        table = {key: value for key, value in self.quantization.items() if key != "scale_dtype"}
+        fields = set(Quantization._fields)
+        if table.get("scheme") not in SCHEMES or not fields - {"bias"} <= table.keys() <= fields:
             raise OutputError(
-                f"a blob's quantization is {self.quantization}: this version reads integer codes"
-                f" with {', '.join(Quantization._fields)}."
+                f"a blob's quantization is {self.quantization}: this version reads"
+                f" {' and '.join(SCHEMES)} with {', '.join(sorted(fields))}."
             )
         return Quantization(**table)
 
@@ -92,8 +91,13 @@ class BlobInfo:
 
 
 def described(quantization: Quantization, scale_dtype: str) -> dict[str, Any]:
-    """A quantization as a blob states it; `scheme` "int": integer codes times scales."""
-    return {"scheme": "int", **quantization._asdict(), "scale_dtype": scale_dtype}
+    """A quantization as a blob states it; `bias` only where there are some."""
+    q = quantization
+    return {
+        "scheme": q.scheme, "group_size": q.group_size, "bits": q.bits,
+        "zero_point": q.zero_point, **({"bias": True} if q.bias else {}),
+        "scale_dtype": scale_dtype,
+    }  # fmt: skip
 
 
 def lay_out(tensors: Iterable[BlobTensor]) -> tuple[BlobTensor, ...]:
@@ -124,8 +128,16 @@ def encode_header(tensors: Iterable[BlobTensor], info: BlobInfo) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
+def header_bytes(tensors: tuple[BlobTensor, ...], info: BlobInfo) -> int:
+    """The length of the header with its digests, while info's `expert_digests` are empty lists:
+    to write out all of them for each blob takes longer than the rest of a plan."""
+    length = len(encode_header(tensors, info).rstrip(b" "))
+    length += sum(_DIGEST_BYTES * t.experts - 1 for t in tensors if t.experts)
+    return length + -length % PAGE
+
+
 def blank_digests(tensors: Iterable[BlobTensor]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Digest tables of the right size and without the digests, to learn a header's length."""
+    """Digest tables of the right size and without the digests."""
     tensors = tuple(tensors)
     return (
         {tensor.name: NO_DIGEST for tensor in tensors},

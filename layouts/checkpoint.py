@@ -23,7 +23,7 @@ _PARTIAL_MARKS = (
     ".!qb", ".!ut", ".lock", ".tmp",
 )  # fmt: skip
 _DOWNLOAD_STREAM = ":Zone.Identifier"  # Windows' note on where a file came from
-_MAX_JSON_BYTES = 64 << 20  # K2.6's index has 25
+_MAX_JSON_BYTES = 64 << 20  # the index of K2.6 has 25 MB, that of K3 60
 
 
 class SourceTensor(NamedTuple):
@@ -128,19 +128,19 @@ def take_inventory(
     if weight_map is None:
         weight_map = {name: shard for shard, header in headers.items() for name in header.tensors}
     placed = dict.fromkeys(headers, 0)
+    entries = {shard: header.tensors for shard, header in headers.items()}
     for name, shard in weight_map.items():
-        if shard not in headers:
+        if shard not in entries:
             absent[name] = shard
             continue
-        entry = headers[shard].tensors.get(name)
+        entry = entries[shard].get(name)
         if entry is None:
             raise CheckpointError(
                 f"{shard} lacks tensor {name}, which the index places there:"
                 " index and shards are not of one checkpoint."
             )
-        tensors[name] = SourceTensor(
-            name, entry.dtype, entry.shape, shard, entry.start, entry.nbytes
-        )
+        _, dtype, shape, start, nbytes = entry
+        tensors[name] = SourceTensor(name, dtype, shape, shard, start, nbytes)
         placed[shard] += 1
     unindexed = {
         name: shard
@@ -187,21 +187,19 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, str] | None:
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map.")
-    # A shard is a file of this folder. It may be a link (every Hub cache), never a path.
-    wrong = {
-        shard
-        for shard in {s if isinstance(s, str) else None for s in weight_map.values()}
-        if not isinstance(shard, str) or shard in ("", ".", "..") or set(shard) & set("/\\\0")
-    }
-    if wrong:
-        name, shard = next(
-            (n, s) for n, s in weight_map.items() if (s if isinstance(s, str) else None) in wrong
-        )
+    shards = weight_map.values()
+    if set(map(type, shards)) != {str} or not all(map(_is_file_name, set(shards))):
+        name, shard = next((n, s) for n, s in weight_map.items() if not _is_file_name(s))
         raise CheckpointError(
             f"{folder / INDEX_NAME} places tensor {name} in {shard!r}: expected the name of a"
             " file in the same folder."
         )
     return weight_map
+
+
+def _is_file_name(shard: object) -> bool:
+    """A shard is a file of this folder. It may be a link (every Hub cache), never a path."""
+    return isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
 
 
 def _only_shard(folder: Path, files: Collection[str]) -> list[str]:

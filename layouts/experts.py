@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple
 from kconvert.layouts.quantization import Quantization, Role
 
 Projection = Literal["gate", "up", "down"]
+PROJECTIONS: tuple[Projection, ...] = ("gate", "up", "down")
 Matrix = Literal["w13", "w2"]
 W13_ROWS = "gate_up"  # as a blob says it: all rows of gate, then all of up
 
@@ -30,6 +31,12 @@ class Cut(NamedTuple):
     n: int
     k: int
     parts: tuple[Part, ...]
+
+    @property
+    def intermediate(self) -> range:
+        """The part of every expert that the rank has."""
+        rows, columns = self.parts[0].rows, self.parts[0].columns
+        return rows if self.tensor.axis == "rows" else columns
 
 
 class StackedTensor(NamedTuple):
@@ -53,26 +60,39 @@ class StackedTensor(NamedTuple):
 
     def copies(self, quantization: Quantization, moe_tp: int) -> int:
         """On how many of the `moe_tp` ranks that share an expert the same bytes lie: channelwise
-        scales have no columns to cut."""
-        whole = self.role == "scale" and self.axis == "columns" and not quantization.group_size
-        return moe_tp if whole else 1
+        scales and zero points have no columns to cut, nor has a bias."""
+        if self.axis == "rows" or self.role == "code":
+            return 1
+        return moe_tp if self.role == "bias" or not quantization.group_size else 1
 
 
 _W13: tuple[Projection, ...] = ("gate", "up")
 _W2: tuple[Projection, ...] = ("down",)
 # In the order a forward pass reads them.
-STACKED = (
+_ALL = (
     StackedTensor("w13", "code", "w13_weight_packed", _W13, "rows"),
     StackedTensor("w13", "scale", "w13_weight_scale", _W13, "rows"),
+    StackedTensor("w13", "zero_point", "w13_weight_zero_point", _W13, "rows"),
+    StackedTensor("w13", "bias", "w13_bias", _W13, "rows"),
     StackedTensor("w2", "code", "w2_weight_packed", _W2, "columns"),
     StackedTensor("w2", "scale", "w2_weight_scale", _W2, "columns"),
+    StackedTensor("w2", "zero_point", "w2_weight_zero_point", _W2, "columns"),
+    StackedTensor("w2", "bias", "w2_bias", _W2, "columns"),
 )
-_BY_NAME = {tensor.name: tensor for tensor in STACKED}
+_BY_NAME = {tensor.name: tensor for tensor in _ALL}
+
+
+def stacked_tensors(quantization: Quantization) -> tuple[StackedTensor, ...]:
+    """Those that a layer has whose experts are quantized so."""
+    return tuple(tensor for tensor in _ALL if tensor.role in quantization.roles)
+
+
+STACKED = stacked_tensors(Quantization(None))  # of symmetric codes, which is what engines here read
 
 
 def stacked(matrix: Matrix, role: Role) -> StackedTensor:
     """The tensor that holds this of this matrix."""
-    return next(tensor for tensor in STACKED if (tensor.matrix, tensor.role) == (matrix, role))
+    return next(tensor for tensor in _ALL if (tensor.matrix, tensor.role) == (matrix, role))
 
 
 def stacked_by_name(name: str) -> StackedTensor:

@@ -1,10 +1,12 @@
 """A config.json's fields, checked: sizes, counts and numbers, each refused by name."""
 
+import json
 from typing import Any
 
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
 
 CONFIG_NAME = "config.json"
+ANY = object()  # in a table of fields: whatever the value is
 
 
 def text_config(config: dict[str, Any]) -> dict[str, Any]:
@@ -59,3 +61,26 @@ def real(
             f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number of {least:g} to {most:g}."
         )
     return float(value)
+
+
+def check_fields(where: str, table: Any, fields: dict[str, Any]) -> None:
+    """Check that `table`, found in config.json at `where`, has no fields but those of `fields`,
+    which maps each to the values that can be carried out, or to ANY.
+
+    Raises CheckpointError where it is no object, UnsupportedError naming the field otherwise.
+    """
+    if not isinstance(table, dict):
+        raise CheckpointError(f"{CONFIG_NAME}: {where} is not an object.")
+    for key, value in table.items():
+        if key not in fields:
+            raise UnsupportedError(
+                f"{CONFIG_NAME}: {where}.{key} is not a field this version knows;"
+                " it will not be guessed at."
+            )
+        allowed = fields[key]
+        if allowed is not ANY and not any(value == a and type(value) is type(a) for a in allowed):
+            expected = " or ".join(json.dumps(a) for a in allowed)
+            raise UnsupportedError(
+                f"{CONFIG_NAME}: {where}.{key} is {json.dumps(value):.80}, only {expected} can be"
+                " converted."
+            )

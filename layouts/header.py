@@ -1,4 +1,4 @@
-"""The safetensors container: parse and check a header, of any file, without touching its data.
+"""The safetensors container: a header, read and checked without touching the data, or written.
 
 Format: 8 bytes little-endian header length N, N bytes of JSON, then the data
 (https://huggingface.co/docs/safetensors). Stricter than the safetensors library where it is
@@ -8,10 +8,11 @@ silent (duplicate keys) and plainer where it misnames a fault (LFS pointers, tru
 import json
 import os
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from math import prod
+from operator import itemgetter
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from kconvert.layouts.errors import CheckpointError
 
@@ -22,6 +23,7 @@ DTYPE_BYTES = {
     "I32": 4, "U32": 4, "F32": 4,
     "C64": 8, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
+_DTYPES = list(DTYPE_BYTES)
 # The safetensors library's cap is 100 MB, of which a hostile author can make 2.3 GB of objects.
 # K2.6's largest header has 0.5 MB; all its 208,550 tensors in one file would have 31.
 MAX_HEADER_BYTES = 32 << 20
@@ -87,6 +89,39 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
     return parse_header(read_first(8 + length), size, file)
 
 
+class Described(Protocol):
+    """A tensor that a header can list."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def dtype(self) -> str: ...
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+
+D = TypeVar("D", bound=Described)
+
+
+def file_order(tensors: Iterable[D]) -> list[D]:
+    """The order of safetensors' own writer: wider dtype first, then by name."""
+    return sorted(tensors, key=lambda t: (-_DTYPES.index(t.dtype), t.name))
+
+
+def shard_header(tensors: Iterable[Described]) -> bytes:
+    """A header as safetensors' own writer makes it: no metadata, padded with spaces to 8 bytes."""
+    table, offset = {}, 0
+    for tensor in tensors:
+        end = offset + DTYPE_BYTES[tensor.dtype] * prod(tensor.shape)
+        table[tensor.name] = {
+            "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end],
+        }  # fmt: skip
+        offset = end
+    text = json.dumps(table, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
 def refuse_lfs_pointer(file: Path | str, first: bytes) -> None:
     """Raise CheckpointError where a file that begins with `first` only stands for another."""
     if first.startswith(_LFS_POINTER):
@@ -96,12 +131,14 @@ def refuse_lfs_pointer(file: Path | str, first: bytes) -> None:
 
 
 def decode_json(
-    raw: bytes, hook: Callable[[list[tuple[str, object]]], object] | None = None
+    raw: bytes,
+    hook: Callable[[list[tuple[str, object]]], object] | None = None,
+    parse_float: Callable[[str], object] = float,
 ) -> Any:
     """The value in `raw`; ValueError or RecursionError where it is none that can be read."""
     if raw.count(b"{") + raw.count(b"[") > _MAX_TABLES:
         raise ValueError(f"more than {_MAX_TABLES:,} objects and lists")
-    return json.loads(raw.decode("utf-8"), object_pairs_hook=hook)
+    return json.loads(raw.decode("utf-8"), object_pairs_hook=hook, parse_float=parse_float)
 
 
 def parse_header(raw: bytes, file_size: int, file: str) -> Header:
@@ -110,7 +147,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     Raises CheckpointError for anything that is not a header whose tensors tile the data exactly.
     """
     try:
-        table = decode_json(raw[8:], _unique)
+        table = decode_json(raw[8:], _unique, str)  # a header has no numbers but integers
     except (ValueError, RecursionError) as error:  # bad UTF-8, bad JSON and duplicate keys alike
         reason = str(error).partition(";")[0]  # Python's own advice follows there
         raise CheckpointError(f"{file} has a header that cannot be read: {reason}.") from None
@@ -122,7 +159,12 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
         raise CheckpointError(f"{file} has a __metadata__ that is not a map of strings to strings.")
     data_start = len(raw)
-    tensors = sorted((_entry(file, data_start, *item) for item in table.items()), key=_by_offset)
+    # JSON's true is 1 to Python, as a key of a dict too.
+    sizes: _Sizes | None = None if b"true" in raw or b"false" in raw else {}
+    tensors = sorted(
+        (_entry(file, data_start, name, info, sizes) for name, info in table.items()),
+        key=itemgetter(3, 4),  # a zero-size tensor comes before its neighbour
+    )
     expected = data_start
     for tensor in tensors:
         if tensor.start != expected:
@@ -150,11 +192,27 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return table
 
 
-def _by_offset(tensor: TensorEntry) -> tuple[int, int]:
-    return tensor.start, tensor.nbytes  # a zero-size tensor comes before its neighbour
+# (dtype, *shape) of tensors that were found sound → dtype, shape and bytes: thousands are alike.
+_Sizes = dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]]
 
 
-def _entry(file: str, data_start: int, name: str, info: object) -> TensorEntry:
+def _entry(file: str, data_start: int, name: str, info: Any, sizes: _Sizes | None) -> TensorEntry:
+    if sizes:
+        try:
+            start, end = info["data_offsets"]
+            dtype, shape, nbytes = sizes[(info["dtype"], *info["shape"])]
+            sound = type(start) is type(end) is int and len(info) == 3 and name.isascii()
+            if sound and end - start == nbytes and 0 <= start < 1 << 62:
+                return TensorEntry(name, dtype, shape, data_start + start, nbytes)
+        except (KeyError, TypeError, ValueError):
+            pass  # what is wrong with it is said below
+    entry = _checked_entry(file, data_start, name, info)
+    if sizes is not None:
+        sizes[(entry.dtype, *entry.shape)] = entry.dtype, entry.shape, entry.nbytes
+    return entry
+
+
+def _checked_entry(file: str, data_start: int, name: str, info: object) -> TensorEntry:
     if not (name.isascii() or name == name.encode("utf-8", "replace").decode("utf-8")):
         raise CheckpointError(f"{file} has a tensor name that is not valid Unicode: {name!a}.")
     if not isinstance(info, dict) or info.keys() != {"dtype", "shape", "data_offsets"}:

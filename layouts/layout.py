@@ -8,13 +8,15 @@ from numpy.typing import NDArray
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.quantization import Quantization, Role
 
+# (scheme, bits, zero points); Marlin's kernels call them kU4B8, kU8B128, kU4 and kFE2M1f.
+_KINDS = {("int", 4, False), ("int", 8, False), ("int", 4, True), ("mxfp4", 4, False)}
+
 
 class Layout(ABC):
     """The order of a matrix [n, k] of one quantization. `pack_into` and `unpack` are inverses that
     share no index arithmetic: one is the proof of the other.
 
-    Source arrays are codes int32 [N, K/8] and scales [N, G] as compressed-tensors orders them, the
-    scales as their bits in an unsigned dtype.
+    Source arrays are plain (`quantization.py`), floats as their bits in an unsigned dtype.
     """
 
     name: ClassVar[str]
@@ -22,11 +24,10 @@ class Layout(ABC):
 
     def __init__(self, quantization: Quantization) -> None:
         """Raises UnsupportedError where this layout has no order for such codes."""
-        if quantization.bits != 4 or quantization.zero_point:
-            zero_points = " with zero points" if quantization.zero_point else ""
+        if (quantization.scheme, quantization.bits, quantization.zero_point) not in _KINDS:
             raise UnsupportedError(
-                f"layout {self.name} has no order for {quantization.bits}-bit codes{zero_points};"
-                " only symmetric INT4 can be converted."
+                f"layout {self.name} has no order for {quantization.text}: known are INT4 and INT8,"
+                " symmetric, INT4 with zero points, and MXFP4."
             )
         self.quantization = quantization
 
@@ -35,8 +36,9 @@ class Layout(ABC):
         """Why a matrix [n, k] cannot be stored, or None."""
 
     @abstractmethod
-    def shape(self, role: Role, n: int, k: int) -> tuple[int, int]:
-        """Shape of what is stored of a matrix [n, k]: codes in int32 words, scales in elements."""
+    def shape(self, role: Role, n: int, k: int) -> tuple[int, ...]:
+        """Shape of what is stored of a matrix [n, k]: codes and zero points in int32 words, scales
+        and biases in elements."""
 
     @abstractmethod
     def pack_into(
@@ -56,4 +58,8 @@ class Layout(ABC):
 
     @abstractmethod
     def unpack(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
-        """What `pack_into` made, back in compressed-tensors' order."""
+        """What `pack_into` made, back in plain order."""
+
+    def restore(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
+        """The same as `unpack`, where it matters that it is quick and nothing is to be proven."""
+        return self.unpack(role, packed)

@@ -1,31 +1,53 @@
-"""Marlin W4A16: the order vLLM's and SGLang's Marlin kernels, and ours, read INT4 weights in.
+"""Marlin: the order vLLM's and SGLang's Marlin kernels, and ours, read quantized weights in.
 
-A matrix [N, K] becomes int32 [K/16, 2N]: tiles of 16 k × 64 n, 128 words each, k-tile major.
-With word(k, n) and nibble(k, n) the place of the code at row n, column k:
+A matrix [N, K] becomes int32 [K/16, 2N] of 4-bit codes, or [K/16, 4N] of 8-bit ones: tiles of
+16 k × 64 n, k-tile major. The place of the code at row n, column k:
 
-    word   = (k div 16)·2N + 128·(n div 64) + 16·(n mod 8) + 4·((k mod 8) div 2) + (n div 16) mod 4
-    nibble = (k div 8) mod 2 + 2·((n div 8) mod 2) + 4·(k mod 2)
+    4 bit:  word   = (k div 16)·2N + 128·(n div 64) + 16·(n mod 8) + 4·((k mod 8) div 2) + (n div 16) mod 4
+            nibble = (k div 8) mod 2 + 2·((n div 8) mod 2) + 4·(k mod 2)
+    8 bit:  word   = (k div 16)·4N + 256·(n div 64) + 32·(n mod 8) + 8·((k mod 8) div 2)
+                     + 2·((n div 16) mod 4) + (n div 8) mod 2
+            byte   = (k div 8) mod 2 + 2·(k mod 2)
 
-Source of the formulas: vLLM 0.33's `gptq_marlin_repack` and `marlin_permute_scales`, whose
-outputs the golden tests compare with. Codes keep their values (value = nibble − 8).
-Packing and unpacking share no index arithmetic: one is the proof of the other.
-"""
+Codes keep their values. Scales are [G, N] with permuted columns, zero points int32 [G, N/8].
+Source of the formulas: vLLM 0.33's `gptq_marlin_repack`, `marlin_permute_scales`,
+`moe_packed_to_marlin_zero_points` and `mxfp4_marlin_process_scales`, whose outputs the golden tests
+compare with. Packing and unpacking share no index arithmetic: one is the proof of the other.
+"""  # noqa: E501
 
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.numba_jit import jit
-from kconvert.layouts.quantization import Quantization, Role
-from kconvert.layouts.repack import TILE_K, TILE_N, repack_marlin, transpose_scales
+from kconvert.layouts.quantization import ZERO_POINTS_A_WORD, Quantization, Role, Scheme
+from kconvert.layouts.repack import (
+    TILE_K,
+    TILE_N,
+    repack_marlin,
+    repack_zero_points,
+    transpose_eights,
+    transpose_scales,
+    unpack_marlin,
+)
 
 
 class Marlin(Layout):
-    """Tiles for tensor cores: codes int32 [K/16, 2N], scales [G, N] with permuted columns."""
+    """Tiles for tensor cores: codes, scales and zero points, all with permuted columns."""
 
     name = "marlin"
+
+    def __init__(self, quantization: Quantization) -> None:
+        super().__init__(quantization)
+        if quantization.bias:
+            raise UnsupportedError(
+                "layout marlin has no order for experts with biases: those of gpt-oss are 2,880"
+                " wide, which Marlin's kernels (128 columns a step) run only with padding, and a"
+                " padded blob would be one engine's alone; --layout w4a16 takes them as they are."
+            )
 
     def constraint(self, n: int, k: int) -> str | None:
         """Tiles are 16 k × 64 n."""
@@ -35,10 +57,11 @@ class Marlin(Layout):
             return f"{k} columns do not divide into {TILE_K}-row tiles"
         return None
 
-    def shape(self, role: Role, n: int, k: int) -> tuple[int, int]:
+    def shape(self, role: Role, n: int, k: int) -> tuple[int, ...]:
         if role == "code":
-            return k // TILE_K, 2 * n
-        return len(self.quantization.groups(range(k))), n
+            return k // TILE_K, n * self.quantization.bits // 2
+        groups = len(self.quantization.groups(range(k)))
+        return groups, n // ZERO_POINTS_A_WORD if role == "zero_point" else n
 
     def pack_into(
         self,
@@ -52,58 +75,74 @@ class Marlin(Layout):
         reason = self.constraint(len(rows), len(columns)) or self.constraint(at, columns.start)
         if reason:
             raise ValueError(f"marlin: {reason}")
+        q = self.quantization
         if role == "code":
-            _pack_codes(source, rows, columns, out, at)
+            _pack_codes(source, rows, q.words(columns), q.bits, out, at)
+        elif role == "scale":
+            _pack_scales(source, rows, q.groups(columns), out, at, q.scheme)
         else:
-            _pack_scales(source, rows, self.quantization.groups(columns), out, at)
+            _pack_zero_points(source, rows, q.groups(columns), out, at)
 
     def unpack(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
-        return unpack_weight(packed) if role == "code" else unpermute_scales(packed)
+        q = self.quantization
+        if role == "code":
+            return unpack_weight(packed, q.bits)
+        return unpermute_scales(packed, q.scheme) if role == "scale" else _unpack_points(packed)
+
+    def restore(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
+        if role != "code" or self.quantization.bits != 4:
+            return self.unpack(role, packed)
+        k_tiles, words = packed.shape
+        _check_array(packed, np.int32, k_tiles, words)
+        _check_rows(words // 2)
+        out = np.empty((words // 2, 2 * k_tiles), np.int32)
+        unpack_marlin(packed, out)
+        return out
 
 
-_CODES = Marlin(Quantization(None))  # codes lie the same way whatever the groups
-
-
-def pack_weight(weight_packed: NDArray[np.int32]) -> NDArray[np.int32]:
-    """compressed-tensors int32 [N, K/8] → Marlin int32 [K/16, 2N].
+def pack_weight(weight_packed: NDArray[np.int32], bits: int = 4) -> NDArray[np.int32]:
+    """compressed-tensors int32 [N, K·bits/32] → Marlin int32 [K/16, N·bits/2].
 
     Raises ValueError unless N % 64 == 0, K % 16 == 0 and the words are int32.
     """
     rows, words = weight_packed.shape
-    n, k = rows, 8 * words
-    out = np.empty(_CODES.shape("code", n, k), np.int32)
-    _CODES.pack_into("code", np.ascontiguousarray(weight_packed), range(n), range(k), out, 0)
+    n, k, layout = rows, words * 32 // bits, Marlin(Quantization(None, bits))
+    out = np.empty(layout.shape("code", n, k), np.int32)
+    layout.pack_into("code", np.ascontiguousarray(weight_packed), range(n), range(k), out, 0)
     return out
 
 
-def unpack_weight(packed: NDArray[np.int32]) -> NDArray[np.int32]:
-    """Marlin int32 [K/16, 2N] → compressed-tensors int32 [N, K/8], by the inverse formulas.
+def unpack_weight(packed: NDArray[np.int32], bits: int = 4) -> NDArray[np.int32]:
+    """Marlin int32 [K/16, N·bits/2] → compressed-tensors int32 [N, K·bits/32], by the inverse
+    formulas.
 
     Raises ValueError unless N % 64 == 0 and the words are int32.
     """
     packed = np.ascontiguousarray(packed)
     k_tiles, words = packed.shape
     _check_array(packed, np.int32, k_tiles, words)
-    if words % 2:
+    a_row = bits // 2  # words of a k-tile
+    if words % a_row:
         raise ValueError("marlin: an odd number of words")
-    _check_rows(words // 2)
-    out = np.zeros((words // 2, 2 * k_tiles), np.int32)
-    _unpack(packed, out)
+    _check_rows(words // a_row)
+    out = np.zeros((words // a_row, a_row * k_tiles), np.int32)
+    (_unpack if bits == 4 else _unpack_bytes)(packed, out)
     return out
 
 
-def permute_scales(scales: NDArray[np.generic]) -> NDArray[np.generic]:
-    """Scales [N, G] → Marlin [G, N], same dtype (bf16 bits as uint16).
+def permute_scales(scales: NDArray[np.generic], scheme: Scheme = "int") -> NDArray[np.generic]:
+    """Scales [N, G] → Marlin [G, N], same dtype (bf16 bits as uint16, MXFP4's bytes as uint8).
 
     Raises ValueError unless N % 64 == 0.
     """
     n, groups = scales.shape
+    _check_rows(n)
     out = np.empty((groups, n), scales.dtype)
-    _pack_scales(np.ascontiguousarray(scales), range(n), range(groups), out, 0)
+    _pack_scales(np.ascontiguousarray(scales), range(n), range(groups), out, 0, scheme)
     return out
 
 
-def unpermute_scales(permuted: NDArray[np.generic]) -> NDArray[np.generic]:
+def unpermute_scales(permuted: NDArray[np.generic], scheme: Scheme = "int") -> NDArray[np.generic]:
     """Marlin scales [G, N] → [N, G]: column n is looked up where the kernel reads it.
 
     Raises ValueError unless N % 64 == 0.
@@ -111,30 +150,67 @@ def unpermute_scales(permuted: NDArray[np.generic]) -> NDArray[np.generic]:
     groups, columns = permuted.shape
     _check_rows(columns)
     n = np.arange(columns)
-    if groups > 1:
-        place = 64 * (n // 64) + 8 * (n % 8) + (n % 64) // 8
+    j = n % 64 // 8
+    if scheme == "mxfp4":
+        place = 64 * (n // 64) + 8 * (n % 8) + 4 * (j // 4) + 2 * (j % 2) + j // 2 % 2
+    elif groups > 1:
+        place = 64 * (n // 64) + 8 * (n % 8) + j
     else:
         place = 32 * (n // 32) + 8 * ((n % 8) // 2) + 2 * ((n % 32) // 8) + n % 2
     return np.ascontiguousarray(permuted[:, place].T)
 
 
 def _pack_codes(
-    source: NDArray[np.int32], rows: range, columns: range, out: NDArray[np.int32], at: int
+    source: NDArray[np.int32],
+    rows: range,
+    words: range,
+    bits: int,
+    out: NDArray[np.int32],
+    at: int,
 ) -> None:
-    _check_array(source, np.int32, rows.stop, columns.stop // 8)
-    _check_array(out, np.int32, len(columns) // TILE_K, 2 * (at + len(rows)))
-    repack_marlin(source, rows.start, len(rows), columns.start // 8, len(columns) // 8, out, 2 * at)
+    k_tiles, a_row = 2 * len(words) // bits, bits // 2
+    _check_array(source, np.int32, rows.stop, words.stop)
+    _check_array(out, np.int32, k_tiles, a_row * (at + len(rows)))
+    repack_marlin(source, rows.start, len(rows), words.start, len(words), out, a_row * at, bits)
 
 
 def _pack_scales(
-    source: NDArray[np.generic], rows: range, groups: range, out: NDArray[np.generic], at: int
+    source: NDArray[np.generic],
+    rows: range,
+    groups: range,
+    out: NDArray[np.generic],
+    at: int,
+    scheme: Scheme,
 ) -> None:
-    """The column order depends on the number of groups alone, as the kernel decides by it."""
-    _check_rows(len(rows))
     _check_array(source, source.dtype, rows.stop, groups.stop)
     _check_array(out, source.dtype, len(groups), at + len(rows))
-    order = _column_order(len(rows), len(groups))
-    transpose_scales(source, rows.start, groups.start, out, at, order)
+    eights = source.itemsize == (1 if scheme == "mxfp4" else 2) and len(groups) >= 8
+    if eights:
+        transpose_eights(source, rows.start, len(rows), groups.start, out, at)
+    else:
+        order = _column_order(len(rows), len(groups), scheme)
+        transpose_scales(source, rows.start, groups.start, out, at, order)
+
+
+def _pack_zero_points(
+    source: NDArray[np.int32], rows: range, groups: range, out: NDArray[np.int32], at: int
+) -> None:
+    _check_array(source, np.int32, rows.stop // 8, groups.stop)
+    _check_array(out, np.int32, len(groups), (at + len(rows)) // 8)
+    repack_zero_points(source, rows.start // 8, len(rows) // 8, groups.start, out, at // 8)
+
+
+def _unpack_points(packed: NDArray[np.int32]) -> NDArray[np.int32]:
+    """Marlin zero points int32 [G, N/8] → plain int32 [N/8, G]: word w's nibble q is that of row
+    64·(w div 8) + 8·(2·(q mod 4) + q div 4) + w mod 8, whatever G is."""
+    w, q = np.meshgrid(np.arange(packed.shape[1]), np.arange(8), indexing="ij")
+    n = 64 * (w // 8) + 8 * (2 * (q % 4) + q // 4) + w % 8
+    points = packed.view(np.uint32)[:, w] >> (4 * q).astype(np.uint32) & np.uint32(15)
+    out = np.zeros((packed.shape[1], packed.shape[0]), np.uint32)
+    for nibble in range(8):
+        here = n % 8 == nibble
+        out[n[here] // 8] |= points[:, here].T << np.uint32(4 * nibble)
+    return out.view(np.int32)
 
 
 @jit
@@ -150,9 +226,22 @@ def _unpack(packed, out):  # type: ignore[no-untyped-def]
                 out[n, k // 8] |= np.int32(code << np.uint32(4 * (k % 8)))
 
 
+@jit
+def _unpack_bytes(packed, out):  # type: ignore[no-untyped-def]
+    for k_tile in range(packed.shape[0]):
+        for c in range(packed.shape[1]):
+            word = np.uint32(packed[k_tile, c])
+            a, b, d, h = (c % 256) // 32, (c // 8) % 4, (c // 2) % 4, c % 2
+            n = 64 * (c // 256) + 16 * d + 8 * h + a
+            for p in range(4):
+                k = 16 * k_tile + 8 * (p & 1) + 2 * b + (p >> 1)
+                code = (word >> np.uint32(8 * p)) & np.uint32(255)
+                out[n, k // 4] |= np.int32(code << np.uint32(8 * (k % 4)))
+
+
 def _check_rows(n: int) -> None:
     if n % TILE_N:
-        raise ValueError(f"marlin: {_CODES.constraint(n, TILE_K)}")
+        raise ValueError(f"marlin: {n} rows do not divide into {TILE_N}-column tiles")
 
 
 def _check_array(array: NDArray[Any], dtype: Any, rows: int, columns: int) -> None:
@@ -163,8 +252,14 @@ def _check_array(array: NDArray[Any], dtype: Any, rows: int, columns: int) -> No
         raise ValueError(f"marlin: expected at least {[rows, columns]}, found {array.shape}")
 
 
-def _column_order(n: int, groups: int) -> NDArray[np.int64]:
-    """The source row that each of n packed scale columns comes from."""
+def _column_order(n: int, groups: int, scheme: Scheme) -> NDArray[np.int64]:
+    """The source row that each of n packed scale columns comes from. Of integers it depends on the
+    number of groups alone, as the kernel decides by it."""
+    if (
+        scheme == "mxfp4"
+    ):  # the 8×8 transpose, and in each 8 the middle pairs of fours change places
+        eights = np.arange(n).reshape(-1, 8, 8).transpose(0, 2, 1)
+        return eights.reshape(-1, 2, 2, 2).transpose(0, 1, 3, 2).reshape(-1)
     if groups > 1:  # 8×8 transpose of every 64
         return np.arange(n).reshape(-1, 8, 8).transpose(0, 2, 1).reshape(-1)
     # One group: of every 32, pairs two apart in j (n = 8i + 2j + parity) lie together.

@@ -4,36 +4,35 @@ against its config: what the compiler plans from and the validator compares with
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from itertools import chain, repeat
 from typing import NamedTuple
 
+from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, SourceTensor
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.families.agreement import disagreements
-from kconvert.layouts.families.deepseek_v3 import (
+from kconvert.layouts.families.family import (
     BUFFER,
-    EXPERT_MEMBERS,
     EXPERTS,
-    PROJECTIONS,
+    SCHEMES,
+    SPELLINGS,
+    Family,
     Location,
-    Sizes,
-    expert_base,
-    locate,
-    read_sizes,
+    projections,
 )
-from kconvert.layouts.formats.compressed_tensors import QuantizedMatrix, quantized_matrix
+from kconvert.layouts.families.known import read_family
+from kconvert.layouts.fields import CONFIG_NAME
+from kconvert.layouts.formats.format import Expert
 from kconvert.layouts.sharding import ModelDims
 
 OUTER, VISION = "outer", "vision"
 _WRAPPED = "language_model."
 
 
-class Expert(NamedTuple):
-    """A routed expert: gate and up are [intermediate, hidden], down is [hidden, intermediate]."""
+class Identity(NamedTuple):
+    """A digest of what a group's tensors hold: of the whole ones, and of the experts'."""
 
-    gate: QuantizedMatrix
-    up: QuantizedMatrix
-    down: QuantizedMatrix
+    whole: str
+    experts: str
 
 
 @dataclass(frozen=True)
@@ -52,21 +51,40 @@ class Group:
     @property
     def tensors(self) -> list[SourceTensor]:
         """All of them, the experts' last."""
-        return [*self.whole, *(t for expert in self.experts for m in expert for t in m.tensors)]
+        return [*self.whole, *(t for expert in self.experts for t in expert.tensors)]
+
+    def read_for(self, expert: int) -> Iterable[SourceTensor]:
+        """Where an expert's bytes lie: what is read to have it."""
+        return self.experts[expert].tensors
+
+    def identity(self, contents: Mapping[str, str]) -> Identity:
+        """What its tensors hold, told by each shard's identity in `contents`."""
+        experts = (tensor for expert in self.experts for tensor in expert.tensors)
+        return Identity(_identity(self.whole, contents), _identity(experts, contents))
+
+    def digest_of(self, tensor: SourceTensor) -> str | None:
+        """The digest that a whole tensor must have, where it is known beforehand."""
+        return None
+
+
+def _identity(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
+    """Of which shard's content, from which byte on, each."""
+    return digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
 @dataclass(frozen=True)
 class Model:
-    """Sizes and groups of a checkpoint; groups in the order of the layers, then outer, vision."""
+    """Family and groups of a checkpoint; groups in the order of the layers, then outer, vision."""
 
-    sizes: Sizes
+    family: Family
     groups: dict[str, Group]
     skipped: tuple[str, ...] = ()  # tensors that nobody reads, as they are computed
+    quantized_beside: int = 0  # matrices beside the experts that are quantized too, and stay whole
 
     @property
     def dims(self) -> ModelDims:
         """What sharding depends on."""
-        return self.sizes.dims
+        return self.family.dims
 
 
 def layer_name(layer: int) -> str:
@@ -85,72 +103,132 @@ def read_model(checkpoint: Checkpoint) -> Model:
     Raises CheckpointError where tensors are missing or disagree with the config, UnsupportedError
     where a name has no rule or the quantization is another.
     """
-    sizes = read_sizes(checkpoint.config)
-    dims = sizes.dims
+    family = read_family(checkpoint.config)
+    dims = family.dims
     whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
     experts: dict[str, set[int]] = defaultdict(set)
-    prefixes: dict[str, str] = {}
+    bases: dict[str, str] = {}  # of a group with experts: what their names begin with
     absent: dict[str, set[str]] = defaultdict(set)
     here: dict[str, int] = defaultdict(int)  # tensors that are present, by group
     layers: set[int] = set()
     stated: dict[str, dict[str, SourceTensor | None]] = defaultdict(dict)
     skipped = []
-    # Nearly all names are experts': their parts are looked up, which is quicker than a pattern.
-    numbers = {str(expert): expert for expert in range(dims.experts)}
-    group_of_experts: dict[str, str] = {}
-    for name, tensor in chain(
-        checkpoint.tensors.items(), zip(checkpoint.absent, repeat(None), strict=False)
-    ):
-        base, _, rest = name.partition(EXPERTS)
-        number, _, member = rest.partition(".")
-        group = group_of_experts.get(base) if member in EXPERT_MEMBERS else None
-        if group is not None and number in numbers:
-            experts[group].add(numbers[number])
-        else:
-            where = locate(name)
+    for names in (dict.fromkeys(checkpoint.tensors, ""), checkpoint.absent):
+        runs, others = _runs_of_experts(names, family)
+        for run in runs:
+            group = _group_of(run.where)
+            layers.add(run.where.layer)
+            experts[group] |= run.experts
+            bases.setdefault(group, run.base)
+            if names is checkpoint.absent:
+                absent[group] |= run.shards
+                whole.setdefault(group, [])
+            else:
+                here[group] += run.names
+        for name in others:
+            where = family.locate(name)
             if where.group == BUFFER:
                 skipped.append(name)
                 continue
             group = _group_of(where)
             layers.add(where.layer)
-            if where.expert >= 0:
-                experts[group].add(where.expert)
-                group_of_experts[base] = group
-                prefixes.setdefault(group, f"{base}{EXPERTS}")
+            tensor = checkpoint.tensors.get(name)
+            if where.group in ("expert", "fused"):
+                experts[group].update([where.expert] if where.expert >= 0 else range(dims.experts))
+                bases.setdefault(group, name[: name.index(EXPERTS) + len(EXPERTS)])
             else:
                 stated[group][name] = tensor
                 if tensor is not None:
                     whole[group].append((where.order, tensor))
-        if tensor is not None:
-            here[group] += 1
-        else:
-            absent[group].add(checkpoint.absent[name])
-            whole.setdefault(group, [])
+            if tensor is not None:
+                here[group] += 1
+            else:
+                absent[group].add(checkpoint.absent[name])
+                whole.setdefault(group, [])
     layers.discard(-1)  # outer and vision
+    _check_scheme(checkpoint, family, experts)
     _check_layers(layers, dims)
     groups = {}
     for name in [*map(layer_name, sorted(layers)), OUTER, VISION]:
         if name not in whole and name not in experts:
             continue
-        is_moe = any(layer >= dims.first_moe for layer in layer_numbers([name]))
-        _check_experts(name, experts.get(name, set()), dims.experts if is_moe else 0)
+        _check_experts(name, experts.get(name, set()), dims)
         if absent[name]:
             groups[name] = Group(name, (), absent=tuple(sorted(absent[name])))
             continue
-        base = prefixes.get(name, "")
+        base = bases.get(name, "")
         groups[name] = Group(
             name,
             tuple(tensor for _, tensor in sorted(whole[name], key=_reading_order)),
-            tuple(_expert(checkpoint.tensors, base, e, dims) for e in range(len(experts[name]))),
+            tuple(_experts(checkpoint.tensors, base, family)) if name in experts else (),
             base,
         )
     for group in groups.values():
-        if not group.absent and len(group.tensors) != here[group.name]:
-            raise _unplaced(checkpoint, group)
+        if not group.absent and _placed(group, family) != here[group.name]:
+            raise _unplaced(checkpoint, family, group)
     prefix = name_prefix(stated[OUTER])
     for name in [*map(layer_name, sorted(layers)), OUTER]:
-        _check_stated(checkpoint, sizes, name, prefix, stated[name])
-    return Model(sizes, groups, tuple(skipped))
+        _check_stated(checkpoint, family, name, prefix, stated[name], bases.get(name, ""))
+    beside = sum(
+        family.format.roles.get(name.rpartition(".")[2]) == "code"
+        for tensors in stated.values()
+        for name in tensors
+    )
+    return Model(family, groups, tuple(skipped), beside)
+
+
+class _Run(NamedTuple):
+    """All names of one layer's experts."""
+
+    base: str  # what they begin with
+    where: Location  # of the first
+    experts: set[int]
+    names: int
+    shards: set[str]
+
+
+def _runs_of_experts(names: Mapping[str, str], family: Family) -> tuple[list[_Run], list[str]]:
+    """Of tensors and their shards the experts', layer by layer, and the names of all others.
+
+    Nearly all names are experts', and most layers' end in the same: such a layer is looked at as
+    one. Where a single name is odd, its layer's are all among the others.
+    """
+    by_base: dict[str, tuple[list[str], set[str]]] = defaultdict(lambda: ([], set()))
+    runs, others = [], []
+    for name, shard in names.items():
+        base, found, end = name.partition(EXPERTS)
+        if found:
+            ends, shards = by_base[base]
+            ends.append(end)
+            shards.add(shard)
+        else:
+            others.append(name)
+    numbers = {str(expert): expert for expert in range(family.dims.experts)}
+    members = _members(family)
+    alike: frozenset[str] = frozenset()
+    experts: set[int] = set()
+    for base, (ends, shards) in by_base.items():
+        prefix = f"{base}{EXPERTS}"
+        where = family.locate(prefix + ends[0])
+        known = len(ends) == len(alike) and alike.issuperset(ends)
+        if not known:
+            parts = [end.partition(".") for end in ends]
+            known = all(number in numbers and member in members for number, _, member in parts)
+            if known:
+                alike, experts = frozenset(ends), {numbers[number] for number, _, _ in parts}
+        if where.group != "expert" or not known:
+            others += [prefix + end for end in ends]
+            continue
+        runs.append(_Run(prefix, where, experts, len(ends), shards))
+    return runs, others
+
+
+def _members(family: Family) -> set[str]:
+    """What may stand behind an expert's number in its tensors' names."""
+    if family.format.fused:
+        return set()
+    called = {name for names in SPELLINGS.values() for name in names}
+    return {f"{name}.{companion}" for name in called for companion in family.format.roles}
 
 
 def name_prefix(outer: Collection[str]) -> str:
@@ -161,14 +239,15 @@ def name_prefix(outer: Collection[str]) -> str:
 
 def _check_stated(
     checkpoint: Checkpoint,
-    sizes: Sizes,
+    family: Family,
     group: str,
     prefix: str,
     tensors: dict[str, SourceTensor | None],
+    experts: str,
 ) -> None:
     """Raise CheckpointError for the first tensor of a group that config.json does not fit."""
     layer = next(iter(layer_numbers([group])), None)
-    found = next(disagreements(sizes, layer, prefix, tensors), None)
+    found = next(disagreements(family, layer, prefix, tensors, experts), None)
     if found is None:
         return
     shard, tensor = checkpoint.unindexed.get(found.tensor), tensors.get(found.tensor)
@@ -177,13 +256,20 @@ def _check_stated(
     raise CheckpointError(f"{where}tensor {found.tensor} {found.text}{more}.")
 
 
-def _unplaced(checkpoint: Checkpoint, group: Group) -> CheckpointError:
+def _placed(group: Group, family: Family) -> int:
+    """How many tensors of the checkpoint a group is made of."""
+    if not (family.format.fused and group.experts):
+        return len(group.tensors)
+    return len(group.whole) + len(group.experts[0].tensors)
+
+
+def _unplaced(checkpoint: Checkpoint, family: Family, group: Group) -> CheckpointError:
     """The sentence on a tensor that has no place in its group, beside another of its kind."""
-    placed = {tensor.name for tensor in group.tensors}
+    placed = {tensor.name.partition("[")[0] for tensor in group.tensors}
     name = next(
         name
         for name in checkpoint.tensors
-        if name not in placed and _group_of(locate(name)) == group.name
+        if name not in placed and _group_of(family.locate(name)) == group.name
     )
     return CheckpointError(
         f"{checkpoint.tensors[name].shard}, tensor {name}: {group.name} has another tensor in its"
@@ -201,15 +287,61 @@ def _reading_order(item: tuple[int, SourceTensor]) -> tuple[int, str]:
     return order, tensor.name
 
 
-def _expert(
-    tensors: Mapping[str, SourceTensor], prefix: str, expert: int, dims: ModelDims
-) -> Expert:
-    n, k = dims.intermediate, dims.hidden
-    gate, up, down = (expert_base(prefix, expert, projection) for projection in PROJECTIONS)
-    return Expert(
-        quantized_matrix(tensors, gate, n, k, dims.quantization),
-        quantized_matrix(tensors, up, n, k, dims.quantization),
-        quantized_matrix(tensors, down, k, n, dims.quantization),
+def _experts(tensors: Mapping[str, SourceTensor], base: str, family: Family) -> Iterable[Expert]:
+    """A layer's experts; `base` is what their names begin with, up to `experts.`"""
+    n, k, format = family.dims.intermediate, family.dims.hidden, family.format
+    if format.fused:
+        yield from _fused_experts(tensors, base, family)
+        return
+    for expert in range(family.dims.experts):
+        gate, up, down = (f"{base}{expert}.{name}." for name in projections(base))
+        yield Expert(
+            format.matrix(tensors, gate, n, k),
+            format.matrix(tensors, up, n, k),
+            format.matrix(tensors, down, k, n),
+        )
+
+
+def _fused_experts(
+    tensors: Mapping[str, SourceTensor], base: str, family: Family
+) -> Iterable[Expert]:
+    """Experts that lie in one tensor, gate and up in one matrix: each by its part."""
+    dims, format = family.dims, family.format
+    shapes = {
+        "gate_up_proj": (2 * dims.intermediate, dims.hidden),
+        "down_proj": (dims.hidden, dims.intermediate),
+    }
+    for projection in shapes:
+        for companion in format.roles:
+            tensor = tensors.get(f"{base}{projection}{companion}")
+            if tensor is not None and (not tensor.shape or tensor.shape[0] != dims.experts):
+                raise CheckpointError(
+                    f"{tensor.shard}, tensor {tensor.name}: {list(tensor.shape)} found,"
+                    f" {dims.experts} experts expected ({CONFIG_NAME})."
+                )
+    for expert in range(dims.experts):
+        parts = {
+            name: tensor.part(expert)._replace(name=f"{name}[{expert}]")
+            for projection in shapes
+            for companion in format.roles
+            if (tensor := tensors.get(name := f"{base}{projection}{companion}")) is not None
+        }
+        gate_up, down = (
+            format.matrix(parts, f"{base}{projection}", *shape)
+            for projection, shape in shapes.items()
+        )
+        yield Expert(gate_up, gate_up, down)
+
+
+def _check_scheme(checkpoint: Checkpoint, family: Family, experts: Mapping[str, set[int]]) -> None:
+    """Of an architecture that is not known at least the experts must be."""
+    if experts or family.dims.dense is not None:
+        return
+    names = [*checkpoint.tensors, *checkpoint.absent]
+    found = [name for name in names if "expert" in name] or names
+    raise UnsupportedError(
+        f"{CONFIG_NAME}: the architecture is not known, and no tensor is called as experts are that"
+        f" can be converted ({SCHEMES}); found {', '.join(found[:3])}."
     )
 
 
@@ -228,12 +360,17 @@ def _check_layers(layers: set[int], dims: ModelDims) -> None:
         )
 
 
-def _check_experts(group: str, found: set[int], expected: int) -> None:
+def _check_experts(group: str, found: set[int], dims: ModelDims) -> None:
+    layer = next(iter(layer_numbers([group])), None)
+    is_moe = False if layer is None else dims.is_moe(layer)
+    if is_moe is None:  # where there are some, there are all
+        is_moe = bool(found)
+    expected = dims.experts if is_moe else 0
     if len(found) == expected and max(found, default=-1) == expected - 1:
         return
     raise CheckpointError(
         f"{group} has {len(found)} routed experts ({ranges(sorted(found))}), config.json says"
-        f" {expected} there (n_routed_experts, first_k_dense_replace)."
+        f" {expected} there (number of experts, dense layers)."
     )
 
 

@@ -15,7 +15,10 @@ from kconvert.layouts.errors import CheckpointError
 _ALIGNMENT = 4096
 CHUNK_BYTES = 8 << 20
 # What a stored dtype is read as: integers, and floats as their bits.
-NUMPY_BITS = {"I32": np.int32, "BF16": np.uint16, "F16": np.uint16, "F32": np.uint32}
+NUMPY_BITS = {
+    "U8": np.uint8, "I8": np.uint8, "F8_E8M0": np.uint8, "BF16": np.uint16, "F16": np.uint16,
+    "I32": np.int32, "F32": np.uint32, "I64": np.int64,
+}  # fmt: skip
 
 
 class Scratch(threading.local):

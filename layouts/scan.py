@@ -1,4 +1,5 @@
-"""What scales and codes give away of a damaged source, seen in one pass while they are at hand."""
+"""What scales and codes give away of a damaged source, seen in one pass while they are at hand; and
+scales made into bfloat16."""
 
 from typing import Any, NamedTuple
 
@@ -7,9 +8,10 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.numba_jit import jit
 
-# Bits of the exponent: all set in infinities and NaN. All bits but the sign are magnitude.
-_EXPONENT = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000}
-_MAGNITUDE = {"BF16": 0x7FFF, "F16": 0x7FFF, "F32": 0x7FFFFFFF}
+# Bits of the exponent: all set in infinities and NaN. All bits but the sign are magnitude. MXFP4's
+# byte is an exponent: 255 is no number, and 0 is read as zero by the kernels.
+_EXPONENT = {"BF16": 0x7F80, "F16": 0x7C00, "F32": 0x7F800000, "U8": 0xFF, "F8_E8M0": 0xFF}
+_MAGNITUDE = {"BF16": 0x7FFF, "F16": 0x7FFF, "F32": 0x7FFFFFFF, "U8": 0xFF, "F8_E8M0": 0xFF}
 
 
 class ScaleScan(NamedTuple):
@@ -39,11 +41,12 @@ def _count(bits, exponent, magnitude):  # type: ignore[no-untyped-def]
     return not_finite, zeros
 
 
-def all_one_code(words: NDArray[np.int32]) -> bool:
-    """Whether every 4-bit code of a matrix int32 [N, K/8] is the same: 0s of a file that was never
+def all_one_code(words: NDArray[np.int32], bits: int = 4) -> bool:
+    """Whether every code of a matrix's plain words is the same: 0s of a file that was never
     written, say. It is over at the first word that differs."""
     first = int(words.reshape(-1)[0]) & 0xFFFFFFFF
-    return first == (first & 15) * 0x11111111 and bool(_all_equal(words))
+    field = (1 << bits) - 1
+    return first == (first & field) * (0xFFFFFFFF // field) and bool(_all_equal(words))
 
 
 @jit
@@ -53,3 +56,20 @@ def _all_equal(words):  # type: ignore[no-untyped-def]
             if value != words[0, 0]:
                 return False
     return True
+
+
+def widened(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Scales, given as the bits of their safetensors `dtype`, as float32, exactly."""
+    if dtype == "BF16":
+        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits.view(np.float32 if dtype == "F32" else np.float16).astype(np.float32)
+
+
+def cast_to_bf16(bits: NDArray[Any], dtype: str, out: NDArray[np.uint16]) -> int:
+    """Round finite scales to bfloat16, to the nearest and of two to the even one, as torch does;
+    `out` takes the bits. → How many are not what they were."""
+    wide = np.ascontiguousarray(widened(bits, dtype)).view(np.uint32)
+    rounded = wide + np.uint32(0x7FFF) + (wide >> np.uint32(16) & np.uint32(1))
+    np.right_shift(rounded, np.uint32(16), out=rounded)
+    out[...] = rounded
+    return int(np.count_nonzero(rounded << np.uint32(16) != wide))

@@ -12,6 +12,9 @@ from kconvert.layouts.quantization import Quantization
 MOST = 10_000  # layers, experts, ranks: more is a damaged file or a slip of the finger
 
 
+POWERS = (1, 2, 4, 8, 16, 32)  # the numbers of ranks that are offered
+
+
 class ModelDims(NamedTuple):
     """The sizes of a model that sharding depends on."""
 
@@ -19,9 +22,15 @@ class ModelDims(NamedTuple):
     mtp_layers: int  # DeepSeek's, numbered behind the others; a checkpoint may lack them
     first_moe: int  # layers below are dense
     experts: int
-    hidden: int
+    hidden: int  # columns that a routed expert sees
     intermediate: int  # of one routed expert
     quantization: Quantization
+    # Other layers that are dense; None: nothing says which layers are.
+    dense: frozenset[int] | None = frozenset()
+
+    def is_moe(self, layer: int) -> bool | None:
+        """Whether a layer has routed experts; None where only its tensors tell."""
+        return None if self.dense is None else layer >= self.first_moe and layer not in self.dense
 
 
 class Parallelism(NamedTuple):
@@ -75,6 +84,14 @@ def check_parallelism(
     fits = fits or [f"--tp {p.tp}" for p in other_tp if not _problem(dims, p, constraint)]
     advice = f"; what works: {', '.join(fits)}" if fits else "; no parallelism would do"
     raise UnsupportedError(f"--tp {parallelism.tp} --ep {parallelism.ep}: {problem}{advice}.")
+
+
+def parallelisms(
+    dims: ModelDims, constraint: Callable[[int, int], str | None]
+) -> list[Parallelism]:
+    """Every tp and ep, of `POWERS`, that `check_parallelism` lets pass."""
+    every = (Parallelism(tp, ep) for tp in POWERS for ep in POWERS if ep <= tp)
+    return [parallelism for parallelism in every if not _problem(dims, parallelism, constraint)]
 
 
 def _problem(

@@ -1,6 +1,8 @@
-"""w4a16: the checkpoint's own order, sharded and fused; for plain kernels, the CPU, other engines.
+"""w4a16: the plain order (`quantization.py`), sharded and fused; for plain kernels, the CPU, other
+engines.
 
-A matrix [N, K] stays int32 [N, K/8] (nibble j of word m is column 8m + j) with scales [N, K/g].
+A matrix [N, K] of 4-bit codes stays int32 [N, K/8] (nibble j of word m is column 8m + j) with
+scales [N, K/g]; 8-bit codes are int32 [N, K/4], whatever the layout's name says.
 """
 
 from typing import Any
@@ -8,20 +10,25 @@ from typing import Any
 from numpy.typing import NDArray
 
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.quantization import Role
+from kconvert.layouts.quantization import ZERO_POINTS_A_WORD, Role
 
 
 class W4A16(Layout):
-    """The source's order."""
+    """The plain order."""
 
     name = "w4a16"
 
     def constraint(self, n: int, k: int) -> str | None:
-        """A word holds 8 columns."""
-        return f"{k} columns do not divide into words of 8" if k % 8 else None
+        """A word holds 8 columns, or 4; one of zero points 8 rows."""
+        a_word = 32 // self.quantization.bits
+        if k % a_word:
+            return f"{k} columns do not divide into words of {a_word}"
+        if self.quantization.zero_point and n % ZERO_POINTS_A_WORD:
+            return f"{n} rows do not divide into words of {ZERO_POINTS_A_WORD} zero points"
+        return None
 
-    def shape(self, role: Role, n: int, k: int) -> tuple[int, int]:
-        return n, len(self._columns(role, range(k)))
+    def shape(self, role: Role, n: int, k: int) -> tuple[int, ...]:
+        return self.quantization.plain_shape(role, n, k)
 
     def pack_into(
         self,
@@ -32,14 +39,9 @@ class W4A16(Layout):
         out: NDArray[Any],
         at: int,
     ) -> None:
-        stored = self._columns(role, columns)
-        out[at : at + len(rows)] = source[rows.start : rows.stop, stored.start : stored.stop]
+        part = self.quantization.part(role, source, rows, columns)
+        start = at // ZERO_POINTS_A_WORD if role == "zero_point" else at
+        out[start : start + len(part)] = part
 
     def unpack(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
         return packed
-
-    def _columns(self, role: Role, columns: range) -> range:
-        """The stored columns, words or scales, that hold these columns of the matrix."""
-        if role == "code":
-            return range(columns.start // 8, columns.stop // 8)
-        return self.quantization.groups(columns)

@@ -7,7 +7,8 @@ from typing import Any
 
 from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-from kconvert.layouts.families.deepseek_v3 import Sizes, read_sizes, unknown_config_keys
+from kconvert.layouts.families.deepseek_v3 import DeepSeekV3, Sizes, read_sizes, unknown_config_keys
+from kconvert.layouts.families.known import family_of
 from kconvert.layouts.fields import CONFIG_NAME, flag, positive, real, text_config
 from kconvert.runtime.rope import Yarn, mscale
 
@@ -37,6 +38,11 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig
     the model asks for what this forward pass does not do, or for what is not known here.
     """
     whole = read_json(folder / CONFIG_NAME)
+    if family_of(whole) is not DeepSeekV3:
+        raise UnsupportedError(
+            f"{folder / CONFIG_NAME}: model_type is {text_config(whole).get('model_type')!r:.60},"
+            " the engine runs DeepSeek-V3-style models, Kimi K2's among them."
+        )
     config, sizes = text_config(whole), read_sizes(whole)
     _refuse_unknown(whole, ignored_keys)
     same = {

@@ -1,4 +1,5 @@
-"""Tensor parallelism on the CPU: one process a rank, started by torchrun, talking through gloo.
+"""Tensor parallelism: one process a rank, started by torchrun, talking through gloo, and between
+GPUs through NCCL too.
 
 Partial sums are gathered and added in rank order in float32: the order of an all-reduce may depend
 on the message's size, and so on how many rows a step has.
@@ -7,22 +8,24 @@ on the message's size, and so on how many rows a step has.
 import atexit
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import UnavailableError, UnsupportedError, said_if_slow
 from kconvert.layouts.manifest import read_manifest
+from kconvert.runtime.watch import ENDED, Watch, leave_at_exit, process_id, watch
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+Step = TypeVar("Step")
 Array = NDArray[np.float32]
 MEETING = timedelta(minutes=5)  # how long ranks wait for one another to start
 _PATIENCE = 3.0  # seconds, before it is said who is waited for
@@ -37,6 +40,7 @@ class Ranks:
     size: int = 1
     group: Any = None  # torch.distributed's; None: all processes
     gpus: Any = None  # the same ranks' group of GPUs, after `on_gpus`
+    watch: Watch | None = None  # over them, likewise
 
     def rank_slice(self, what: str, count: int) -> range:
         """This rank's part of `count` heads, rows or columns."""
@@ -58,21 +62,74 @@ class Ranks:
         return parts[0] if len(parts) == 1 else np.concatenate(parts, axis=1)
 
     def on_gpus(self) -> "Ranks":
-        """The same rank, with NCCL between its GPU and the others'. All ranks call it."""
+        """The same rank, with NCCL between its GPU and the others'. All ranks call it.
+
+        Raises UnavailableError where they do not meet.
+        """
         if self.size == 1:
             return self
+        import torch
+
         rank, world = _launched()
-        return replace(self, gpus=_gpu_groups(self.size, world)[rank // self.size])
+        met = replace(self, watch=_watch(self))
+        waiting = f"waiting for the GPUs of {self.size} ranks to meet through NCCL"
+        with said_if_slow(waiting, _PATIENCE):
+            with met.waiting():
+                met = replace(met, gpus=_gpu_groups(self.size, world)[rank // self.size])
+            with met.waiting("the GPUs of {} ranks cannot meet"):
+                met._all_gather(torch.zeros(1, device="cuda"))  # NCCL connects only now
+                torch.cuda.synchronize()
+        return met
+
+    @contextmanager
+    def waiting(self, failed: str = "a step of {} ranks failed") -> Iterator[None]:
+        """Around what waits for other ranks' GPUs: none is waited for that has ended, and an error
+        of NCCL's or CUDA's is a sentence."""
+        import torch
+
+        try:
+            with self.watch.waiting() if self.watch else nullcontext():
+                yield
+        except torch.OutOfMemoryError as error:
+            raise UnavailableError(
+                f"the GPU's memory is used up ({_first_line(error)}): give shorter texts, or"
+                " convert for more ranks."
+            ) from error
+        except UnavailableError:
+            if self.gpus:
+                leave_at_exit()
+            raise
+        except RuntimeError as error:
+            if self.gpus is None:
+                raise
+            leave_at_exit()
+            raise UnavailableError(
+                f"{failed.format(self.size)} ({_first_line(error)}): if another has ended, what it"
+                " said tells why."
+            ) from error
+
+    def steps(self, rounds: Iterator[Step]) -> Iterator[Step]:
+        """The same, each made while the others' are waited for."""
+        nothing = object()
+        while True:
+            with self.waiting():
+                made = next(rounds, nothing)
+            if made is nothing:
+                return
+            yield made  # type: ignore[misc]
 
     def all_gather_tensor(self, part: "Tensor") -> "Tensor":
         """Every rank's `part`, on this rank's GPU [ranks, *shape], in rank order. It waits for
         nothing on the host, and can be captured."""
+        with _others_there():
+            return self._all_gather(part)
+
+    def _all_gather(self, part: "Tensor") -> "Tensor":
         import torch
         from torch import distributed
 
         parts = torch.empty((self.size, *part.shape), dtype=part.dtype, device=part.device)
-        with _others_there():
-            distributed.all_gather_into_tensor(parts, part, group=self.gpus)
+        distributed.all_gather_into_tensor(parts, part, group=self.gpus)
         return parts
 
     def shared_memory(self, size: int, device: Any) -> tuple[list[int], Any] | None:
@@ -151,9 +208,9 @@ def _others_there() -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # gloo's, whatever was the matter with the connection
-        raise UnavailableError(
-            f"another rank has ended, what it said tells why ({_first_line(error)})."
-        ) from error
+        if _gpu_groups.cache_info().currsize:
+            leave_at_exit()
+        raise UnavailableError(f"{ENDED} ({_first_line(error)}).") from error
 
 
 def ranks_from_environment(output: Path) -> Ranks:
@@ -245,6 +302,13 @@ def _gpu_groups(size: int, world: int) -> list[Any]:
         raise UnavailableError(
             f"the GPUs of {size} ranks could not meet through NCCL ({_first_line(error)})."
         ) from error
+
+
+@cache
+def _watch(ranks: Ranks) -> Watch | None:
+    """Over the team's processes. All ranks make it, and once."""
+    parts = ranks.gather(np.array(process_id(), np.int64))
+    return watch([tuple(part.tolist()) for part in parts])
 
 
 def _first_line(error: Exception) -> str:

@@ -26,6 +26,7 @@ from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses
 from kconvert.runtime.drafting.dflash import Drafter, read_weights
 from kconvert.runtime.drafting.dflash_config import DrafterConfig, TargetDims
 from kconvert.runtime.drafting.policy import AUTO, NO_TREE, Drafting, measured_costs
+from kconvert.runtime.drafting.sharding import Share, share_of
 from kconvert.runtime.model import Model
 from kconvert.runtime.weights import Blobs
 
@@ -96,9 +97,12 @@ class Engine:
         ranks = ranks or Ranks()
         mapped = Blobs(folder, ranks)
         config = read_config(folder, ignore_config_keys)
-        device, dtype = devices.choose(device, dtype, folder, config, mapped, ranks)
+        share = None if drafter is None else share_of(DrafterConfig.read(Path(drafter)), ranks)
+        device, dtype = devices.choose(
+            device, dtype, folder, config, mapped, ranks, share.nbytes if share else 0
+        )
         if device == "cuda":
-            return cls._on_gpu(config, mapped, ranks, drafter)
+            return cls._on_gpu(config, mapped, ranks, drafter, share)
         opened = None
         if drafter is not None:
             kind = torch.float32 if dtype == "float32" else torch.bfloat16
@@ -114,22 +118,35 @@ class Engine:
 
     @classmethod
     def _on_gpu(
-        cls, config: ModelConfig, blobs: Blobs, ranks: Ranks, drafter: str | Path | None
+        cls,
+        config: ModelConfig,
+        blobs: Blobs,
+        ranks: Ranks,
+        drafter: str | Path | None,
+        share: Share | None,
     ) -> "Engine":
         from kconvert.runtime.backends.cuda import CudaBackend
         from kconvert.runtime.backends.cuda_decoder import CudaDecoder
-        from kconvert.runtime.drafting.cuda_drafter import CudaDrafter
+        from kconvert.runtime.drafting.cuda_drafter import CudaDrafter, check
+        from kconvert.runtime.filling.device import memory_on
+        from kconvert.runtime.filling.filler import Filler
+        from kconvert.runtime.filling.unread import UnreadBlobs
 
-        ranks = ranks.on_gpus()
+        if share is not None:  # what will be refused is refused before anything is loaded
+            share.config.check_target(_target(config))
+            check(share.config)
+        ranks, opened = ranks.on_gpus(), None
         device = torch.device("cuda", torch.cuda.current_device())
-        model = Model(config, blobs, CudaBackend(config, ranks, device))
-        _ = model.weights  # loads them
-        opened = None
-        if drafter is not None:
-            kind, target = DrafterConfig.read(Path(drafter)), _target(config)
-            weights = read_weights(Path(drafter), kind, target, torch.bfloat16, "cpu")
-            opened = CudaDrafter(kind, weights, model)
-        return cls(model, opened, CudaDecoder(model, opened))  # type: ignore[arg-type]
+        with ranks.waiting("opening on {} ranks failed"), Filler(memory_on(device)) as filler:
+            model = Model(config, UnreadBlobs(blobs, filler), CudaBackend(config, ranks, device))
+            _ = model.weights  # which says where everything goes
+            filler.wait()
+            if drafter is not None and share is not None:
+                weights = read_weights(
+                    Path(drafter), share.whole, _target(config), torch.bfloat16, device, share.cut
+                )
+                opened = CudaDrafter(share, weights, model)
+            return cls(model, opened, CudaDecoder(model, opened))  # type: ignore[arg-type]
 
     @property
     def device(self) -> str:
@@ -141,10 +158,11 @@ class Engine:
         tokens that cannot be, CheckpointError where weights were changed."""
         tokens = self.checked(token_ids, 0)
         model, ops = self.model, self.model.backend
-        cache, rows = model.new_cache(len(tokens)), []
-        for i in range(0, len(tokens), PREFILL_ROWS):
-            hidden, _ = model.forward(ops.sequence(tokens[i : i + PREFILL_ROWS], i), cache)
-            rows.append(ops.gather(model.head(hidden)))
+        with ops.ranks.waiting():
+            cache, rows = model.new_cache(len(tokens)), []
+            for i in range(0, len(tokens), PREFILL_ROWS):
+                hidden, _ = model.forward(ops.sequence(tokens[i : i + PREFILL_ROWS], i), cache)
+                rows.append(ops.gather(model.head(hidden)))
         return np.concatenate(rows)
 
     def generate(
@@ -158,12 +176,15 @@ class Engine:
         *,
         chain_seed: bool = False,
         keep_logits: bool = False,
+        prompt_rows: int | None = None,
+        bucket: int | None = None,
         on_tokens: Callable[[list[int]], None] = lambda _: None,
     ) -> Generation:
         """Continue `token_ids` by `max_new_tokens` tokens, or up to a stop token (which is kept).
 
         `budget`: nodes of a draft, or "auto"; `chain_seed`: the likeliest chain comes before
-        likelier nodes; `on_tokens` is told tokens as they are committed.
+        likelier nodes; `on_tokens` is told tokens as they are committed. Of no effect on any bit:
+        `prompt_rows` tokens of the prompt a step, `bucket` rows of a GPU's step at least.
         Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
         CheckpointError where logits are not finite or weights were changed.
         """
@@ -176,13 +197,15 @@ class Engine:
         if self.decoder:
             draft = self._drafts(mode, budget, chain_seed)
             rounds = self.decoder.rounds(
-                prompt, max_new_tokens, sampling, draft, clock, keep_logits
+                prompt, max_new_tokens, sampling, draft, clock, keep_logits, bucket, prompt_rows
             )
         else:
             draft = self._drafting(mode, budget, chain_seed, clock)
             slots = len(prompt) + max_new_tokens + (draft.most if draft else 0) + 1
-            rounds = self._rounds(prompt, slots, sampling, draft, clock, keep_logits)
-        for tokens, logits in rounds:
+            at_once = prompt_rows or PREFILL_ROWS
+            rounds = self._rounds(prompt, slots, sampling, draft, clock, keep_logits, at_once)
+        ranks = self.model.backend.ranks
+        for tokens, logits in ranks.steps(rounds):
             result.target_forwards += 1
             room = max_new_tokens - len(result.tokens)
             ended = next(
@@ -196,6 +219,9 @@ class Engine:
             on_tokens(tokens)
             if len(tokens) == room or tokens[-1] in self.model.config.stop_tokens:
                 break
+        if ranks.gpus:  # the step that was launched ahead wants the others to be there
+            with ranks.waiting():
+                torch.cuda.synchronize()
         if draft:
             result.drafter_forwards = (self.decoder or draft).forwards
         result.seconds = time.perf_counter() - start
@@ -237,13 +263,14 @@ class Engine:
         draft: Drafting | None,
         clock: Clock,
         keep_logits: bool,
+        at_once: int,
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
         """Committed tokens and, if they are kept, the logits each was chosen from, a target forward
         at a time."""
         model, ops, aux_layers = self.model, self.model.backend, draft.aux_layers if draft else ()
         cache, nothing = model.new_cache(slots), np.empty((0, 0), np.float32)
-        for begin in range(0, len(prompt), PREFILL_ROWS):
-            step = ops.sequence(prompt[begin : begin + PREFILL_ROWS], begin)
+        for begin in range(0, len(prompt), at_once):
+            step = ops.sequence(prompt[begin : begin + at_once], begin)
             hidden, features = model.forward(step, cache, aux_layers)
             if draft:
                 draft.commit(features)
@@ -275,7 +302,9 @@ class Engine:
     def costs(self) -> CostCurve:
         """Seconds of a verify step by its rows, measured once on this machine and model."""
         if self._costs is None:
-            self._costs = self.decoder.measure() if self.decoder else measured_costs(self.model)
+            with self.model.backend.ranks.waiting():
+                decoder = self.decoder
+                self._costs = decoder.measure() if decoder else measured_costs(self.model)
         return self._costs
 
     def checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:

@@ -13,9 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.experts import Matrix, stacked
-from kconvert.layouts.formats.compressed_tensors import unpack_codes
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.quantization import Role
+from kconvert.layouts.quantization import Role, factors, integers
 from kconvert.layouts.sharding import Parallelism, rank_experts
 from kconvert.runtime.backends.protocol import (
     Array,
@@ -130,13 +129,14 @@ class Model:
     def weights(self) -> Weights:
         """Looked up at the first forward, or before it by a backend that loads them."""
         c, ops = self.config, self.backend
-        head = "model.embed_tokens" if c.tied_head else "lm_head"
-        rows = self._get(head, c.vocabulary, c.hidden)
+        name = "model.embed_tokens" if c.tied_head else "lm_head"
+        rows = self._get(name, c.vocabulary, c.hidden)
+        head = ops.matrix(_part(rows, self._vocabulary))  # the largest first: each is one thread's
         return Weights(
             embedding=ops.embedding(self._get("model.embed_tokens", c.vocabulary, c.hidden)),
             layers=[self._layer(number) for number in range(c.layers)],
             norm=self._norm("model.norm", c.hidden, c.norm_eps),
-            head=ops.matrix(_part(rows, self._vocabulary)),
+            head=head,
         )
 
     def _layer(self, number: int) -> Layer:
@@ -205,12 +205,14 @@ class BlobExperts:
         self.experts = rank_experts(experts, split, blobs.rank)
 
     def codes(self, matrix: Matrix, expert: int) -> NDArray[np.int8]:
-        """Signed codes int8 [n, k] of the expert of this number."""
-        return unpack_codes(self._layout.unpack("code", self._stored(matrix, "code", expert)))
+        """Integers int8 [n, k] of the expert of this number: times `scales`, its weights."""
+        words = self._layout.unpack("code", self._stored(matrix, "code", expert))
+        return integers(self._layout.quantization, words)
 
     def scales(self, matrix: Matrix, expert: int) -> Source:
-        """Their scales [n, groups]."""
-        return self._layout.unpack("scale", self._stored(matrix, "scale", expert))
+        """Their scales [n, groups]: bf16's bits, or float32."""
+        scales = self._layout.unpack("scale", self._stored(matrix, "scale", expert))
+        return factors(self._layout.quantization, scales)
 
     def stack(self, matrix: Matrix, role: Role) -> Source:
         """The rank's experts in the layout of its blobs, as they lie."""

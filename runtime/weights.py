@@ -15,27 +15,41 @@ from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.manifest import Manifest, read_manifest
 from kconvert.layouts.model import VISION
+from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism, rank_experts
 from kconvert.runtime import tokenizer
 from kconvert.runtime.config import GENERATION_NAME
 from kconvert.runtime.distributed import Ranks
 
-_NUMPY = {"BF16": np.uint16, "F32": np.float32, "I32": np.int32}
-_FLOATS, _WORDS = ("BF16", "F32"), ("I32",)
+NUMPY = {
+    "BF16": np.uint16,
+    "F32": np.float32,
+    "I32": np.int32,
+    "U8": np.uint8,
+    "F8_E8M0": np.uint8,
+}
+_FLOATS, _WORDS, _BYTES = ("BF16", "F32"), ("I32",), ("U8", "F8_E8M0")
 # Parameters that a forward pass reads → what it can read them in.
 _DTYPES = {"weight": _FLOATS, "e_score_correction_bias": _FLOATS} | {
     tensor.name: _WORDS if tensor.role == "code" else _FLOATS for tensor in STACKED
 }
+# Of experts in MXFP4.
+_MXFP4_DTYPES = _DTYPES | {tensor.name: _BYTES for tensor in STACKED if tensor.role == "scale"}
 _SMALL_FILES = (
     CONFIG_NAME, GENERATION_NAME,
     tokenizer.RANKS_NAME, tokenizer.CONFIG_NAME, tokenizer.TEMPLATE_NAME,
 )  # fmt: skip
 _VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
 MODEL_PREFIXES = ("language_model.", "")
+# Of these common tensors a rank keeps its part alone.
+_CUT = {
+    "embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
+    "down_proj",
+}  # fmt: skip
 
 
-class _Tensor(NamedTuple):
+class StoredTensor(NamedTuple):
     """A tensor in the mapped file `data`; `digests`: its own, or of each expert if stacked."""
 
     path: Path
@@ -70,7 +84,7 @@ class Blobs:
         self.rank = ranks.rank
         self.layout: Layout | None = None  # of the experts, as their blobs say
         self._folder = folder
-        self._tensors: dict[str, _Tensor] = {}
+        self._tensors: dict[str, StoredTensor] = {}
         self._sound: set[tuple[str, int]] = set()  # tensors' parts whose digests were right
         self._columns: dict[str, NDArray[Any]] = {}
         for name, entry in self.manifest.files.items():
@@ -93,19 +107,22 @@ class Blobs:
             raise _changed(f"{path} has another header than was written")
         if name == _VISION_BLOB:
             return
+        allowed = _DTYPES
         if info.sharding is not None:
             quantization = info.sharding.read_quantization()
+            _refuse_other(path, quantization)
             self.layout = layout_named(info.sharding.layout)(quantization)
+            allowed = _DTYPES if quantization.scheme == "int" else _MXFP4_DTYPES
         data = np.memmap(path, np.uint8, "r").view(np.ndarray)
         for tensor in header.tensors.values():
-            dtypes = _DTYPES.get(tensor.name.rpartition(".")[2])
+            dtypes = allowed.get(tensor.name.rpartition(".")[2])
             if dtypes is not None and tensor.dtype not in dtypes:
                 raise UnsupportedError(
                     f"{path}, tensor {tensor.name}: {tensor.dtype} found, the engine computes with"
                     f" {' or '.join(dtypes)}: convert a checkpoint that has it so."
                 )
             digests = info.expert_digests.get(tensor.name) or [info.digests[tensor.name]]
-            self._tensors[tensor.name] = _Tensor(path, data, tensor, digests)
+            self._tensors[tensor.name] = StoredTensor(path, data, tensor, digests)
 
     def _sized(self, name: str) -> Path:
         """The path of a file that is there and has the manifest's size."""
@@ -120,12 +137,7 @@ class Blobs:
 
         Raises CheckpointError where it is absent, has another shape or was changed.
         """
-        tensor = self._find(name)
-        if tensor.entry.shape != shape:
-            raise CheckpointError(
-                f"{tensor.path}, tensor {tensor.entry.name}: expected {list(shape)} from"
-                f" {CONFIG_NAME}, found {list(tensor.entry.shape)}."
-            )
+        tensor = self.find(name, shape)
         return self._read(tensor, range(len(tensor.digests))).reshape(shape)
 
     def columns(self, name: str, shape: tuple[int, int], part: range) -> NDArray[Any]:
@@ -140,28 +152,44 @@ class Blobs:
     def expert(self, name: str, local: int) -> NDArray[Any]:
         """The part of a layer's stacked tensor that is the rank's expert number `local`, in the
         layout's shape; as `get`, and no other expert is read."""
-        tensor = self._find(name)
+        tensor = self.find(name)
         return self._read(tensor, range(local, local + 1)).reshape(tensor.entry.shape[1:])
 
     def dtypes(self, ending: str) -> set[str]:
         """Of the tensors whose names end so."""
         return {t.entry.dtype for name, t in self._tensors.items() if name.endswith(ending)}
 
+    def kept_bytes(self) -> int:
+        """Of all tensors what this rank keeps where it copies them, a tied head apart."""
+        total, size = 0, self.manifest.tp
+        for name, tensor in self._tensors.items():
+            cut = name.split(".")[-2] in _CUT
+            total += tensor.entry.nbytes // (size if cut else 1)
+        return total
+
     def stack(self, name: str) -> NDArray[Any]:
         """All of the rank's experts in a layer's stacked tensor, in its own shape; as `get`."""
-        tensor = self._find(name)
+        tensor = self.find(name)
         return self._read(tensor, range(len(tensor.digests))).reshape(tensor.entry.shape)
 
-    def _find(self, name: str) -> _Tensor:
+    def find(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
+        """Where the tensor `name` lies. Raises CheckpointError where it does not, or has another
+        shape."""
         full = self.prefix + name
         if full not in self._tensors:
             raise CheckpointError(
                 f"{self._folder}: tensor {full} is in no blob of rank {self.rank}, and"
                 f" {CONFIG_NAME} asks for it."
             )
-        return self._tensors[full]
+        tensor = self._tensors[full]
+        if shape is not None and tensor.entry.shape != shape:
+            raise CheckpointError(
+                f"{tensor.path}, tensor {full}: expected {list(shape)} from {CONFIG_NAME}, found"
+                f" {list(tensor.entry.shape)}."
+            )
+        return tensor
 
-    def _read(self, tensor: _Tensor, parts: range) -> NDArray[Any]:
+    def _read(self, tensor: StoredTensor, parts: range) -> NDArray[Any]:
         """Some of the parts that have a digest each, flat; each is hashed as mapped, once."""
         path, data, entry, digests = tensor
         size = entry.nbytes // len(digests)
@@ -176,12 +204,21 @@ class Blobs:
                 )
             self._sound.add((entry.name, part))
         raw = data[entry.start + size * parts.start : entry.start + size * parts.stop]
-        return raw.view(_NUMPY[entry.dtype])
+        return raw.view(NUMPY[entry.dtype])
 
-    def _number(self, tensor: _Tensor, local: int) -> int:
+    def _number(self, tensor: StoredTensor, local: int) -> int:
         """The model's number of the rank's expert `local`."""
         split = Parallelism(self.manifest.tp, self.manifest.ep)
         return rank_experts(split.ep * tensor.entry.shape[0], split, self.rank)[local]
+
+
+def _refuse_other(path: Path, quantization: Quantization) -> None:
+    """Raise UnsupportedError for experts that no backend computes with."""
+    if (quantization.bits, quantization.zero_point, quantization.bias) != (4, False, False):
+        raise UnsupportedError(
+            f"{path}: the experts are {quantization.text}, the engine runs symmetric INT4 and"
+            " MXFP4."
+        )
 
 
 def _changed(what: str) -> CheckpointError:

@@ -5,12 +5,15 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
+from kconvert.layouts import blob
 from kconvert.layouts.header import read_header
+from kconvert.layouts.manifest import encode_manifest, read_manifest
 
 DATA = Path(__file__).parent / "data"
 KIMI_MINI = DATA / "kimi-mini"
@@ -75,6 +78,32 @@ def tree(folder: Path) -> dict[str, bytes]:
     }
 
 
+def forge(out: Path, name: str) -> None:
+    """Make headers and manifest agree with changed data, as a converter with a bug would."""
+    header, info = blob.read_blob(out / name)
+    raw = (out / name).read_bytes()
+    digests, experts = {}, {}
+    for tensor in header.tensors.values():
+        data = raw[tensor.start : tensor.start + tensor.nbytes]
+        digests[tensor.name] = blob.digest(data)
+        if tensor.name in info.expert_digests:
+            count = tensor.shape[0]
+            size = len(data) // count
+            parts = [blob.digest(data[i * size : (i + 1) * size]) for i in range(count)]
+            experts[tensor.name] = parts
+            digests[tensor.name] = blob.digest_of_experts(parts)
+    tensors = [
+        blob.BlobTensor(t.name, t.dtype, t.shape, t.start - header.data_start, t.nbytes)
+        for t in header.tensors.values()
+    ]
+    new = blob.encode_header(tensors, replace(info, digests=digests, expert_digests=experts))
+    assert len(new) == header.data_start
+    (out / name).write_bytes(new + raw[header.data_start :])
+    manifest = read_manifest(out)
+    files = {**manifest.files, name: replace(manifest.files[name], digest=blob.digest(new))}
+    (out / "kconvert.json").write_bytes(encode_manifest(replace(manifest, files=files)))
+
+
 def published(output: Path) -> list[Path]:
     """Files with a final name."""
     return [p for p in output.rglob("*") if p.is_file() and p.parent.name != ".kconvert"]
@@ -90,6 +119,22 @@ def marlin_formula(packed: np.ndarray) -> np.ndarray:
     out = np.zeros(rows * columns // 8, np.uint32)
     np.bitwise_or.at(out, word, code << (4 * nibble).astype(np.uint32))
     return out.view(np.int32).reshape(columns // 16, 2 * rows)
+
+
+def flip(path: Path, name: str, expert: int | None = None) -> str:
+    """Change one bit of a tensor or of a local expert in the middle; the tensor's whole name."""
+    header, _ = blob.read_blob(path)
+    full = next(full for full in header.tensors if full.endswith(name))
+    tensor = header.tensors[full]
+    size = tensor.nbytes // (tensor.shape[0] if expert is not None else 1)
+    flip_byte(path, tensor.start + size * (expert or 0) + size // 2)
+    return full
+
+
+def flip_byte(path: Path, at: int) -> None:
+    raw = bytearray(path.read_bytes())
+    raw[at] ^= 1
+    path.write_bytes(raw)
 
 
 def torchrun(ranks: int, arguments: list[str | Path]) -> str:

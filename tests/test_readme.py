@@ -24,6 +24,8 @@ ROOT = Path(__file__).parent.parent
         ("runtime/bench/results/h200-decode.json", bench_text.decode_text),
         ("runtime/bench/results/h200-exact.json", bench_text.exact_text),
         ("runtime/bench/results/h200-exact-tp2.json", bench_text.exact_text),
+        ("runtime/bench/results/h200-tree.json", bench_text.tree_text),
+        ("runtime/bench/results/h200-load.json", bench_text.load_text),
         ("runtime/bench/results/h200-exchange.json", bench_text.exchange_text),
         ("runtime/bench/results/h200-moe-2026-11-29.json", bench_text.moe_text),
     ],
@@ -61,6 +63,8 @@ def survival() -> str:
         f"fuzz     {fuzz['count']:,} mutated headers, indexes, configs and outputs,"
         f" {fuzz['growth_bytes'] / 1e9:.2f} GB at most"
     )
+    mutate = result("mutate", "mutate")
+    lines.append(f"mutate   {mutate['count']:,} changes of {len(mutate['by_kind'])} kinds")
     return "\n".join(f"    {line}" for line in lines)
 
 

@@ -4,7 +4,9 @@ A rank's experts are unpacked by the layout's inverse, which shares no index ari
 packing, and compared with the source's own bytes, code for code and scale for scale.
 """
 
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -12,17 +14,38 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.blob import digest, new_digest
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.experts import Part, stacked_by_name
-from kconvert.layouts.formats.compressed_tensors import unpack_codes
+from kconvert.layouts.experts import PROJECTIONS, Cut, Part, stacked_by_name
+from kconvert.layouts.formats.format import Expert, Format
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.model import Expert
-from kconvert.layouts.quantization import Role
+from kconvert.layouts.quantization import Role, unpack_words, unpack_zero_points
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
-from kconvert.layouts.scan import scan_scales
-from kconvert.layouts.sharding import RankSlice
-from kconvert.validate.findings import Finding
+from kconvert.layouts.scan import cast_to_bf16, scan_scales
+from kconvert.layouts.sharding import ModelDims, RankSlice
+from kconvert.validate.findings import ROLE_CHECKS, Finding, Tally
+from kconvert.validate.statistics import ScaleSums, count_codes, sum_scales
 from kconvert.validate.structure import Blob
+
+
+class Done:
+    """What one task found and looked at."""
+
+    def __init__(self) -> None:
+        self.findings: list[Finding] = []
+        self.tally = Tally()
+        self.codes: list[tuple[int, NDArray[np.int64]]] = []  # expert, how often each code is there
+        self.scales: list[tuple[int, ScaleSums]] = []
+
+    def find(self, *findings: Finding) -> None:
+        """They name their checks."""
+        self.findings += findings
+
+    @contextmanager
+    def looking(self, check: str, nbytes: int) -> Iterator[None]:
+        """One thing of so many bytes is looked at."""
+        begin = time.perf_counter()
+        yield
+        self.tally.add(check, 1, nbytes, time.perf_counter() - begin)
 
 
 def in_blob(path: str, tensor: TensorEntry) -> SourceTensor:
@@ -37,23 +60,26 @@ def check_whole(
     shards: Reader,
     scratch: Scratch,
     source: SourceTensor | None,
-) -> Iterator[Finding]:
+    done: Done,
+) -> None:
     """A tensor that is not stacked: its digest, and the same bytes and kind as in the source."""
     tensor = in_blob(blob.path, blob.header.tensors[name])
-    found = _digest(blobs, tensor, scratch)
+    with done.looking("digests", tensor.nbytes):
+        found = _digest(blobs, tensor, scratch)
     if found != blob.info.digests[name]:
-        yield Finding(blob.path, "its bytes were changed: the digest disagrees", name)
+        text = "its bytes were changed: the digest disagrees"
+        done.find(Finding(blob.path, text, name, check="digests"))
     if source is None:
         return
-    if (source.dtype, source.shape) != (tensor.dtype, tensor.shape):
-        yield Finding(
-            blob.path,
-            f"{tensor.dtype} {list(tensor.shape)} found,"
-            f" {source.dtype} {list(source.shape)} in the source",
-            name,
-        )
-    elif found != _digest(shards, source, scratch):
-        yield Finding(blob.path, "its bytes are not the source's", name)
+    with done.looking("common", 2 * tensor.nbytes):
+        if (source.dtype, source.shape) != (tensor.dtype, tensor.shape):
+            text = (
+                f"{tensor.dtype} {list(tensor.shape)} found,"
+                f" {source.dtype} {list(source.shape)} in the source"
+            )
+            done.find(Finding(blob.path, text, name, check="common"))
+        elif found != _digest(shards, source, scratch):
+            done.find(Finding(blob.path, "its bytes are not the source's", name, check="common"))
 
 
 def _digest(reader: Reader, tensor: SourceTensor, scratch: Scratch) -> str:
@@ -70,48 +96,87 @@ class ExpertCheck:
         self,
         expert: Expert | None,
         layout: Layout,
+        format: Format,
+        dims: ModelDims,
         blobs: Reader,
         shards: Reader,
         scratch: Scratch,
     ) -> None:
+        """Read the source's expert. Raises CheckpointError where what was dropped of it does not
+        say what the rest does."""
         self._layout, self._blobs, self._shards, self._scratch = layout, blobs, shards, scratch
-        matrices = {} if expert is None else expert._asdict()
-        self._source = {
-            (projection, role): self._read(shards, f"{projection} {role}", getattr(matrix, role))
-            for projection, matrix in matrices.items()
-            for role in ("code", "scale")
+        self._scale_dtype = "" if expert is None else expert.gate.scale.dtype
+        stored = {
+            tensor: self._read(shards, f"source {i}", tensor)
+            for i, tensor in enumerate(() if expert is None else expert.kept)
         }
+        self._source = {
+            (projection, role): format.plain(projection, role, tensor, stored[tensor], scratch.take)
+            for projection, matrix in zip(PROJECTIONS, expert or (), strict=expert is not None)
+            for role, tensor in matrix.by_role.items()
+        }
+        n, k = dims.intermediate, dims.hidden
+        for projection, matrix in zip(PROJECTIONS, expert or (), strict=expert is not None):
+            for tensor in matrix.dropped:
+                shape = (k, n) if projection == "down" else (n, k)
+                format.check_dropped(tensor, self._read(shards, "dropped", tensor), *shape)
         self.codes = [array for (_, role), array in self._source.items() if role == "code"]
 
-    def check(self, blob: Blob, part: RankSlice, index: int, hidden: int) -> Iterator[Finding]:
+    def check(self, blob: Blob, part: RankSlice, index: int, hidden: int, done: Done) -> None:
         """One rank's part of expert `index`: each stacked tensor's digest, then codes and scales
-        against the source's rows and columns."""
+        against the source's rows and columns; and what they look like."""
         local = part.experts.index(index)
         for name, tensor in blob.header.tensors.items():
             cut = stacked_by_name(name).cut(part.rows, hidden)
-            stored = self._read(self._blobs, "stored", in_blob(blob.path, tensor).part(local))
-            if digest(memoryview(stored).cast("B")) != blob.info.expert_digests[name][local]:
+            place, role = in_blob(blob.path, tensor).part(local), cut.tensor.role
+            with done.looking("digests", place.nbytes):
+                stored = self._read(self._blobs, "stored", place)
+                changed = digest(memoryview(stored).cast("B"))
+            if changed != blob.info.expert_digests[name][local]:
                 text = "its bytes were changed: the digest disagrees"
-                yield Finding(blob.path, text, name, index)
-            role = cut.tensor.role
+                done.find(Finding(blob.path, text, name, index, "digests"))
             if role == "scale":
-                yield from _not_finite(blob.path, stored, tensor.dtype, name, index)
-            if not self._source:
-                continue
-            want = np.concatenate([self._wanted(role, source) for source in cut.parts])
-            got = self._layout.unpack(role, stored)
-            if not np.array_equal(got, want):
-                yield Finding(blob.path, _difference(got, want, role), name, index)
+                with done.looking("finite", place.nbytes):
+                    done.scales.append((index, sum_scales(stored, tensor.dtype)))
+                    found = _not_finite(blob.path, stored, tensor.dtype, name, index)
+                done.find(*found)
+            elif role == "code":
+                counts = count_codes(stored, self._layout.quantization.bits)
+                done.codes.append((index, counts))
+            if self._source:
+                with done.looking(ROLE_CHECKS[role], 2 * place.nbytes):
+                    found = self._against_source(blob, tensor, cut, stored, index)
+                done.find(*(finding._replace(check=ROLE_CHECKS[role]) for finding in found))
+
+    def _against_source(
+        self, blob: Blob, tensor: TensorEntry, cut: Cut, stored: NDArray[Any], index: int
+    ) -> list[Finding]:
+        role = cut.tensor.role
+        want = np.concatenate([self._wanted(role, source) for source in cut.parts])
+        if role == "scale" and tensor.dtype != self._scale_dtype:
+            want = self._cast(want, blob)
+        got = self._layout.unpack(role, stored)
+        if got.dtype != want.dtype:
+            text = f"its scales are {tensor.dtype}, the source's {self._scale_dtype}"
+        elif np.array_equal(got, want):
+            return []
+        else:
+            text = _difference(got, want, role, self._layout.quantization.bits)
+        return [Finding(blob.path, text, tensor.name, index)]
 
     def _wanted(self, role: Role, part: Part) -> NDArray[Any]:
-        """The source's rows and columns, in its own order."""
-        columns = part.columns
-        if role == "code":
-            stored = range(columns.start // 8, columns.stop // 8)
-        else:
-            stored = self._layout.quantization.groups(columns)
+        """The source's rows and columns, in plain order."""
         source = self._source[part.projection, role]
-        return source[part.rows.start : part.rows.stop, stored.start : stored.stop]
+        return self._layout.quantization.part(role, source, part.rows, part.columns)
+
+    def _cast(self, scales: NDArray[Any], blob: Blob) -> NDArray[Any]:
+        """The scales as `convert --scale-dtype bfloat16` makes them, where the blob says so."""
+        assert blob.info.sharding is not None
+        if self._scale_dtype not in blob.info.sharding.dropped.values():
+            return scales
+        out = np.empty(scales.shape, np.uint16)
+        cast_to_bf16(scales, self._scale_dtype, out)
+        return out
 
     def _read(self, reader: Reader, purpose: str, tensor: SourceTensor) -> NDArray[Any]:
         array = self._scratch.take(purpose, tensor.shape, NUMPY_BITS[tensor.dtype])
@@ -121,21 +186,26 @@ class ExpertCheck:
 
 def _not_finite(
     path: str, scales: NDArray[Any], dtype: str, name: str, index: int
-) -> Iterator[Finding]:
+) -> list[Finding]:
     first = scan_scales(scales, dtype).not_finite
-    if first is not None:
-        yield Finding(path, f"a scale is not finite, the first stored at {[*first]}", name, index)
+    if first is None:
+        return []
+    text = f"a scale is not finite, the first stored at {[*first]}"
+    return [Finding(path, text, name, index, "finite")]
 
 
-def _difference(got: NDArray[Any], want: NDArray[Any], role: Role) -> str:
+def _difference(got: NDArray[Any], want: NDArray[Any], role: Role, bits: int) -> str:
     """The first place where two matrices differ, and how many do."""
     if role == "code":
-        got, want = unpack_codes(got), unpack_codes(want)
+        got, want = unpack_words(got, bits), unpack_words(want, bits)
+    elif role == "zero_point":
+        got, want = unpack_zero_points(got), unpack_zero_points(want)
     places = np.argwhere(got != want)
-    row, column = places[0]
-    what = role + (" differs" if len(places) == 1 else "s differ")
+    place = tuple(places[0])
+    what = role.replace("_", " ") + (" differs" if len(places) == 1 else "s differ")
+    where = f"row {place[0]}" + (f", column {place[1]}" if len(place) > 1 else "")
     return (
-        f"{len(places):,} {what} from the source; first at row {row}, column {column}:"
-        f" {want[row, column]} expected, {got[row, column]} found"
-        f"{'' if role == 'code' else ' (bits)'}"
+        f"{len(places):,} {what} from the source; first at {where}:"
+        f" {want[place]} expected, {got[place]} found"
+        f"{'' if role in ('code', 'zero_point') else ' (bits)'}"
     )

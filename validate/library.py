@@ -4,14 +4,25 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.errors import said_if_slow
+from kconvert.layouts.formats.compressed_tensors import PackQuantized
+from kconvert.layouts.formats.mxfp4 import PackedMxfp4
+from kconvert.layouts.quantization import Quantization
+
+DECODED = (PackQuantized.name, PackedMxfp4.name)  # the formats that the library knows
 
 
-def library_codes(packed: NDArray[np.int32]) -> NDArray[np.int8]:
-    """int32 [N, K/8] → int8 [N, K], decoded by compressed-tensors."""
+def library_codes(quantization: Quantization, packed: NDArray[np.int32]) -> NDArray[np.int8]:
+    """Plain words int32 [N, K·bits/32] → int8 [N, K], decoded by compressed-tensors: codes less the
+    middle of their range, or of MXFP4 twice their values."""
     with said_if_slow("loading compressed-tensors and torch, which decode the source's codes too"):
         import torch  # seconds to import, and only this check needs it
-        from compressed_tensors.compressors import unpack_from_int32
+        from compressed_tensors.compressors import unpack_fp4_from_uint8, unpack_from_int32
 
-    shape = torch.Size((packed.shape[0], 8 * packed.shape[1]))
-    decoded: NDArray[np.int8] = unpack_from_int32(torch.from_numpy(packed), 4, shape).numpy()
+    if quantization.scheme == "mxfp4":
+        n, k = len(packed), 8 * packed.shape[1]
+        values = unpack_fp4_from_uint8(torch.from_numpy(packed.view(np.uint8)), n, k, torch.float32)
+        return (2 * values).to(torch.int8).numpy()
+    bits = quantization.bits
+    shape = torch.Size((packed.shape[0], packed.shape[1] * 32 // bits))
+    decoded: NDArray[np.int8] = unpack_from_int32(torch.from_numpy(packed), bits, shape).numpy()
     return decoded

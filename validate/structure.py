@@ -18,13 +18,14 @@ from kconvert.layouts.blob import (
 )
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, OutputError
-from kconvert.layouts.experts import STACKED, stacked_by_name
+from kconvert.layouts.experts import stacked_by_name, stacked_tensors
 from kconvert.layouts.families.agreement import disagreements
-from kconvert.layouts.families.deepseek_v3 import Sizes
-from kconvert.layouts.formats.compressed_tensors import SCALE_DTYPES
+from kconvert.layouts.families.family import Family
+from kconvert.layouts.formats.format import SCALE_DTYPES
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, FileEntry, Manifest
 from kconvert.layouts.model import OUTER, VISION, layer_name, layer_numbers, name_prefix
+from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
 from kconvert.validate.findings import Finding
@@ -85,8 +86,9 @@ def _expected(manifest: Manifest, dims: ModelDims) -> Iterator[str]:
         yield f"{COMMON_FOLDER}/{name}.safetensors"
     for rank in range(manifest.tp):
         folder = rank_folder(rank, manifest.tp)
-        for name in layers[dims.first_moe :]:
-            yield f"{folder}/{name}.safetensors"
+        for layer, name in enumerate(layers):
+            if dims.is_moe(layer):
+                yield f"{folder}/{name}.safetensors"
 
 
 def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Finding]]:
@@ -110,14 +112,16 @@ def check_headers(manifest: Manifest, blobs: list[Blob], dims: ModelDims) -> Ite
         yield from _check_header(blob, manifest.files[blob.path], manifest, dims)
 
 
-def check_common(blobs: list[Blob], sizes: Sizes) -> Iterator[Finding]:
+def check_common(blobs: list[Blob], family: Family) -> Iterator[Finding]:
     """Common blobs hold every tensor that config.json implies, as it implies it, and no other."""
     common = {blob.group: blob for blob in blobs if blob.info.sharding is None}
     prefix = name_prefix([name for blob in common.values() for name in blob.header.tensors])
+    stacked = {b.group: next(iter(b.header.tensors), "") for b in blobs if b.info.sharding}
     for group, blob in common.items():
         if group != VISION:
             layer = next(iter(layer_numbers([group])), None)
-            for wrong in disagreements(sizes, layer, prefix, blob.header.tensors):
+            experts, tensors = stacked.get(group, ""), blob.header.tensors
+            for wrong in disagreements(family, layer, prefix, tensors, experts):
                 yield Finding(blob.path, wrong.text, wrong.tensor)
 
 
@@ -162,7 +166,7 @@ def _check_sharding(
     if len({name.rpartition(".")[0] for name in blob.header.tensors}) > 1:
         yield Finding(path, f"its tensors are not of one layer: {[*blob.header.tensors]}")
     for name, tensor in blob.header.tensors.items():
-        allowed = ("I32",) if stacked_by_name(name).role == "code" else SCALE_DTYPES
+        allowed = _dtypes(stacked_by_name(name).role, dims.quantization)
         if tensor.dtype not in allowed:
             yield Finding(path, f"{tensor.dtype} found, {' or '.join(allowed)} expected", name)
         if len(info.expert_digests.get(name, ())) != tensor.shape[0]:
@@ -174,11 +178,19 @@ def _check_sharding(
         yield Finding(path, f"says that its quantization is {said}, expected {wanted}")
 
 
+def _dtypes(role: Role, quantization: Quantization) -> tuple[str, ...]:
+    if role in ("code", "zero_point"):
+        return ("I32",)
+    if role == "scale" and quantization.scheme == "mxfp4":
+        return ("U8", "F8_E8M0")
+    return SCALE_DTYPES
+
+
 def _stacked_shapes(manifest: Manifest, dims: ModelDims, rank: int) -> dict[str, tuple[int, ...]]:
     """DESIGN.md's table of shapes, for one rank."""
     layout = layout_named(manifest.layout)(dims.quantization)
     experts, rows = rank_slice(dims, Parallelism(manifest.tp, manifest.ep), rank)
-    cuts = [tensor.cut(rows, dims.hidden) for tensor in STACKED]
+    cuts = [tensor.cut(rows, dims.hidden) for tensor in stacked_tensors(dims.quantization)]
     return {
         cut.tensor.name: (len(experts), *layout.shape(cut.tensor.role, cut.n, cut.k))
         for cut in cuts

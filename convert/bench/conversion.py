@@ -66,20 +66,20 @@ def bench_convert(folder: Path, pairs: int = 5) -> dict[str, Any]:
 def _bench_case(case: Case, work: Path, pairs: int) -> dict[str, Any]:
     source, output, copied = work / "source", work / "output", work / "copy"
     layers = [*range(1, case.layers + 1)]
-    _synth_apart(source, layers, case.experts)
+    synth_apart(source, "k2.6", layers=layers, experts=case.experts)
     shards = sorted(source.glob("*.safetensors"))
     size = sum(shard.stat().st_size for shard in shards)
     options = Options(tp=8, layers=layers)
     turns = []
     for turn in range(pairs + 1):
         planning = seconds_of(lambda: prepare(source, output, options) and None)
-        prepared, meter, before = prepare(source, output, options), Meter(), _cpu_seconds()
+        prepared, meter, before = prepare(source, output, options), Meter(), cpu_seconds()
         with PeakMemory() as memory:
             converting = seconds_of(partial(run, prepared, meter))
         figures = {
             "plan_seconds": planning,
             "convert_seconds": converting,
-            "core_seconds_per_gb": (_cpu_seconds() - before) / (size / 1e9),
+            "core_seconds_per_gb": (cpu_seconds() - before) / (size / 1e9),
             "peak_private_bytes": memory.peak,
             "workers": prepared.workers,
             "stages": {name: asdict(stage) for name, stage in meter.stages().items()},
@@ -88,7 +88,7 @@ def _bench_case(case: Case, work: Path, pairs: int) -> dict[str, Any]:
         if not case.in_memory:
             for name, flags in (("copy_seconds", 0), ("direct_copy_seconds", os.O_DIRECT)):
                 figures[name] = sum(
-                    seconds_of(lambda shard=shard, flags=flags: _copy(shard, copied, flags))
+                    seconds_of(lambda shard=shard, flags=flags: copy_file(shard, copied, flags))
                     for shard in shards
                 )
                 copied.unlink()
@@ -97,9 +97,9 @@ def _bench_case(case: Case, work: Path, pairs: int) -> dict[str, Any]:
     return {"case": case.name, **case._asdict(), "source_bytes": size, **_summary(turns, size)}
 
 
-def _synth_apart(source: Path, layers: list[int], experts: int) -> None:
+def synth_apart(source: Path, preset: str, **sizes: Any) -> None:
     """In a process of its own, whose memory is gone when the conversion's is measured."""
-    make = partial(synth, source, "k2.6", layers=layers, experts=experts)
+    make = partial(synth, source, preset, **sizes)
     process = multiprocessing.get_context("spawn").Process(target=make)
     process.start()
     process.join()
@@ -133,7 +133,7 @@ def _summary(turns: list[dict[str, Any]], size: int) -> dict[str, Any]:
     return summary
 
 
-def _copy(source: Path, target: Path, flags: int) -> None:
+def copy_file(source: Path, target: Path, flags: int) -> None:
     """Copy through a reused buffer and sync: `cp` and `sync FILE`, or with O_DIRECT in `flags`."""
     buffer = memoryview(mmap.mmap(-1, _COPY_BYTES))  # on a page
     out = os.open(target, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | flags, 0o644)
@@ -149,7 +149,7 @@ def _copy(source: Path, target: Path, flags: int) -> None:
         os.close(rest)
 
 
-def _cpu_seconds() -> float:
+def cpu_seconds() -> float:
     """Of this process, and of its workers once they have ended."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(used.ru_utime + used.ru_stime for used in both)

@@ -1,4 +1,4 @@
-"""`kconvert bench plan`: planning all of K2.6, and --help, as whole processes."""
+"""`kconvert bench plan`: planning all of K2.6 and K3, and --help, as whole processes."""
 
 import os
 import statistics
@@ -14,21 +14,30 @@ from kconvert.convert.synth.write import synth
 
 
 def bench_plan(runs: int = 5) -> dict[str, Any]:
-    """Planning all of K2.6 (`convert --dry-run`, tp 8) and `--help`, each as a whole process."""
-    with tempfile.TemporaryDirectory(prefix="kconvert-bench-") as work:
-        source = Path(work) / "source"
-        synth(source, "k2.6", sparse=True)
-        plan = ["convert", str(source), f"{work}/out", "--tp", "8", "--dry-run", "--quiet"]
-        plans = [_process(plan) for _ in range(runs)]
-        helps = [_process(["--help"]) for _ in range(runs)]
+    """Planning all of K2.6 and of Kimi K3 (`convert --dry-run`, tp 8) and `--help`, each as a whole
+    process."""
+    plans = {preset: _plans(preset, runs) for preset in ("k2.6", "k3")}
+    helps = [_process(["--help"]) for _ in range(runs)]
+    seconds = {preset: statistics.median(s for s, _ in pairs) for preset, pairs in plans.items()}
+    peaks = {preset: max(peak for _, peak in pairs) for preset, pairs in plans.items()}
     return {
         "bench": "plan",
         "machine": machine(),
         "pairs": runs,
-        "plan_seconds": statistics.median(seconds for seconds, _ in plans),
-        "plan_peak_bytes": max(peak for _, peak in plans),
+        "plan_seconds": seconds["k2.6"],
+        "plan_peak_bytes": peaks["k2.6"],
+        "k3_plan_seconds": seconds["k3"],
+        "k3_plan_peak_bytes": peaks["k3"],
         "help_seconds": statistics.median(seconds for seconds, _ in helps),
     }
+
+
+def _plans(preset: str, runs: int) -> list[tuple[float, int]]:
+    with tempfile.TemporaryDirectory(prefix="kconvert-bench-") as work:
+        source = Path(work) / "source"
+        synth(source, preset, sparse=True)
+        plan = ["convert", str(source), f"{work}/out", "--tp", "8", "--dry-run", "--quiet"]
+        return [_process(plan) for _ in range(runs)]
 
 
 def _process(arguments: list[str]) -> tuple[float, int]:

@@ -39,7 +39,7 @@ def bench_repack(as_json: Json = False) -> None:
 @bench.command("plan")
 @explained
 def bench_plan(as_json: Json = False) -> None:
-    """Planning all of K2.6, and --help, as whole processes."""
+    """Planning all of K2.6 and K3, and --help, as whole processes."""
     from kconvert.convert.bench.plan import bench_plan as measure
     from kconvert.convert.cli import bench_text
 
@@ -58,6 +58,21 @@ def bench_convert(
     from kconvert.convert.cli import bench_text
 
     show(measure(folder, pairs), as_json, bench_text.convert_text, quiet=False)
+
+
+@bench.command("reshard")
+@explained
+def bench_reshard(
+    folder: Annotated[Path, folder_argument("Where to work; takes 16 GB for a while.")],
+    experts: Annotated[int, typer.Option(min=1, max=384, help="Of the layer: 25 MB each.")] = 128,
+    pairs: Annotated[int, typer.Option(min=1, help="Of each kind and copies, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Resharding and exporting a true-size K2.6 layer against copying its files, with sync."""
+    from kconvert.convert.bench.reshard import bench_reshard as measure
+    from kconvert.convert.cli import bench_text
+
+    show(measure(folder, experts, pairs), as_json, bench_text.reshard_text, quiet=False)
 
 
 @bench.command("moe")
@@ -96,6 +111,21 @@ def bench_linear(
     show(result, as_json, bench_text.linear_text, quiet=False)
 
 
+@bench.command("tree")
+@explained
+def bench_tree(
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
+    """What a drafted step does beside its forward passes, at K2.6's sizes on this GPU."""
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench import tree
+
+    result = tree.bench_tree(report=to_stderr)
+    _keep(result, save)
+    show(result, as_json, bench_text.tree_text, quiet=False)
+
+
 @bench.command("exchange")
 @explained
 def bench_exchange(
@@ -116,6 +146,28 @@ def bench_exchange(
     show(result, as_json, bench_text.exchange_text, quiet=False)
 
 
+@bench.command("load")
+@explained
+def bench_load(
+    paths: Annotated[list[Path], typer.Argument(help="Blobs, or folders of them.")],
+    device: Device = "auto",
+    save: Save = None,
+    as_json: Json = False,
+) -> None:
+    """Blobs into this GPU's memory, from the page cache and from disk, beside the best possible.
+
+    The blobs of all ranks at once: torchrun --nproc-per-node N --no-python kconvert bench load …
+    """
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench import load
+
+    result = load.bench_load(paths, device, to_stderr)
+    if result["rank"] != 0:
+        return
+    _keep(result, save)
+    show(result, as_json, bench_text.load_text, quiet=False)
+
+
 Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].')]
 Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
@@ -131,6 +183,7 @@ def bench_decode(
     new_tokens: NewTokens = 128,
     dtype: Dtype = None,
     device: Device = "auto",
+    save: Save = None,
     picture: Annotated[
         Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
     ] = None,
@@ -152,6 +205,7 @@ def bench_decode(
     table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr, device)
     if table["rank"] != 0:
         return
+    _keep(table, save)
     show(table, as_json, bench_text.decode_text, quiet=False)
     if picture is not None:
         from kconvert.runtime.bench.picture import decode_picture
@@ -168,6 +222,11 @@ def bench_exact(
     count: Count = None,
     new_tokens: NewTokens = 128,
     device: Device = "auto",
+    longest: Annotated[
+        int | None,
+        typer.Option(min=0, help="Of contexts, in tokens; 8192 on a GPU, 1100 on the CPU."),
+    ] = None,
+    save: Save = None,
     as_json: Json = False,
 ) -> None:
     """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs.
@@ -180,8 +239,9 @@ def bench_exact(
     from kconvert.runtime.bench.prompts import read_prompts
 
     chosen = read_prompts(prompts, count)
-    table = measure(outputs, drafter, chosen, new_tokens, to_stderr, device=device)
+    table = measure(outputs, drafter, chosen, new_tokens, to_stderr, device=device, longest=longest)
     if table["rank"] == 0:
+        _keep(table, save)
         show(table, as_json, bench_text.exact_text, quiet=False)
     if not table["exact"]:
         raise typer.Exit(1)

@@ -9,7 +9,7 @@ def repack_text(table: dict[str, Any]) -> str:
     """`bench repack` as a table."""
     lines = [
         _machine(table),
-        "slice   repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
+        "slice        repack GB/s   copy GB/s   repack / copy   speed-up on cores: repack (copy)",
     ]
     for row in table["rows"]:
         cores = "  ".join(
@@ -17,7 +17,7 @@ def repack_text(table: dict[str, Any]) -> str:
             for count, entry in row["on_cores"].items()
         )
         lines.append(
-            f"{row['slice']:<7} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
+            f"{row['slice']:<12} {row['repack_gbps']:>11.2f} {row['copy_gbps']:>11.2f}"
             f" {row['ratio_to_copy']:>15.2f}   {cores}"
         )
     return "\n".join(lines)
@@ -101,6 +101,27 @@ def linear_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def tree_text(table: dict[str, Any]) -> str:
+    """`bench tree` as a table: microseconds of each part, then the goals."""
+    parts = ("top-k", "grow", "top-k and grow", "pick", "walk", "walk and compact")
+    lines = [
+        f"{table['card']}, {table['date']}, µs; {table['vocabulary']:,} tokens,"
+        f" {table['levels']} drafted positions, {table['layers']} layers of cache",
+        "ranks  budget  accepted" + "".join(f"{part:>{len(part) + 2}}" for part in parts),
+    ]
+    lines += [
+        f"{row['ranks']:>5} {row['budget']:>7} {row['accepted']:>9}"
+        + "".join(f"{row[part]:>{len(part) + 2}.1f}" for part in parts)
+        for row in table["rows"]
+    ]
+    lines += [
+        f"goal of {part} at budget {budget}, one rank: {us} µs"
+        for part, of in table["goals"].items()
+        for budget, us in of.items()
+    ]
+    return "\n".join(lines)
+
+
 def exchange_text(table: dict[str, Any]) -> str:
     """`bench exchange` as a table: a line a way, a column a number of rows."""
     rows = sorted({row["M"] for row in table["rows"]})
@@ -113,6 +134,35 @@ def exchange_text(table: dict[str, Any]) -> str:
     ]
     for way in dict.fromkeys(row["way"] for row in table["rows"]):
         lines.append(f"{way:<36}" + "".join(f"{us[way, m]:>8.1f}" for m in rows))
+    return "\n".join(lines)
+
+
+def load_text(table: dict[str, Any]) -> str:
+    """`bench load` as a table: GB/s, the share of the run's best rate, and the goal of that."""
+    where = table["card"] or "the host's memory, no GPU"
+    title = f"{table['bytes'] / 1e9:.2f} GB in {table['files']} blob(s) to {where}"
+    if table["ranks"] > 1:
+        title += f", on each of {table['ranks']} ranks at once"
+    lines = [
+        f"{title}, {table['cores']} cores, {table['date']},"
+        f" buffers of {size(table['buffer_bytes'])}",
+        "from        at a time  digests    GB/s   of best    goal   slowest rank",
+    ]
+    for kind, alone in (("page cache", "best_pread"), ("disk", "raw_direct")):
+        if best := table[alone]:
+            way = "O_DIRECT" if kind == "disk" else "pread"
+            lines.append(
+                f"{kind:<11} {f'{way} alone':<18} {best['gbps']:>8.2f}   {best['threads']} threads"
+            )
+    for row in table["rows"]:
+        kind = row["from"] + (", digests" if row["digests"] and row["from"] != "disk" else "")
+        lines.append(
+            f"{row['from']:<11} {row['at_a_time']:<9} {'yes' if row['digests'] else 'no':>8}"
+            f" {row['gbps']:>8.2f} {row['of_best']:>9.2f} {table['goals'][kind]:>7.2f}"
+            f" {row['slowest_rank']:>14.2f}"
+        )
+    if table["card"]:
+        lines.append(f"and {table['goals']['GB/s']} GB/s from the page cache without digests")
     return "\n".join(lines)
 
 
@@ -160,30 +210,56 @@ def _gpu_decode_text(table: dict[str, Any], title: str) -> str:
 
 
 def exact_text(table: dict[str, Any]) -> str:
-    """`bench exact` in a line, or a line a difference."""
+    """`bench exact` in a line, or a line a difference; on a GPU another of how near the CPU is."""
     tokens = sum(row["tokens"] for row in table["rows"])
     if table["exact"]:
-        return (
+        texts = f", texts of up to {table['longest']:,}" if table.get("longest") else ""
+        lines = [
             f"exact at tp {table['tp']}: {tokens:,} tokens in {len(table['rows'])} configurations,"
-            f" {table['prompts']} prompts, every logit bit is ar's"
+            f" {table['prompts']} prompts{texts}, every logit bit is ar's"
+        ]
+    else:
+        lines = [
+            f"NOT EXACT: {row['layout']} {row['dtype']} T {row['temperature']} {row['mode']}"
+            f" {row['budget']}, {row.get('what', 'prompt')} {key}: position {position}"
+            for row in table["rows"]
+            for key, position in row["differ"].items()
+        ]
+    if near := table.get("against_cpu"):
+        lines.append(
+            f"against the CPU: {near['tossed']} of {near['positions']:,} positions"
+            f" ({near['tossed_share']:.2%}) with other experts, whose scores are at most"
+            f" {near['widest_margin']:.1e} apart ({near['unlike']} too far for a toss); logits of"
+            f" the rest {near['median']:.1e} apart (median), {near['largest']:.1e} at most"
         )
-    return "\n".join(
-        f"NOT EXACT: {row['layout']} {row['dtype']} T {row['temperature']} {row['mode']}"
-        f" {row['budget']}, prompt {prompt}: position {position}"
+    return "\n".join(lines)
+
+
+def reshard_text(table: dict[str, Any]) -> str:
+    """`bench reshard`: each case beside its copies; a ratio above 1 is quicker than the better."""
+    lines = [
+        _machine(table),
+        "case                GB written       s   GB/s    cp s  O_DIRECT s  copy / it  core-s/GB",
+    ]
+    lines += [
+        f"{row['case']:<18} {row['bytes'] / 1e9:>11.1f} {row['seconds']:>7.2f} {row['gbps']:>6.2f}"
+        f" {row['copy_seconds']:>7.2f} {row['direct_copy_seconds']:>11.2f}"
+        f" {row['ratio_to_copy']:>10.2f} {row['core_seconds_per_gb']:>10.2f}"
         for row in table["rows"]
-        for prompt, position in row["differ"].items()
-    )
+    ]
+    return "\n".join(lines)
 
 
 def plan_text(table: dict[str, Any]) -> str:
     """`bench plan` as a table."""
-    return "\n".join(
-        [
-            _machine(table),
-            f"plan of all K2.6     {table['plan_seconds']:.2f} s, {size(table['plan_peak_bytes'])}",
-            f"kconvert --help      {table['help_seconds']:.2f} s",
-        ]
-    )
+    lines = [_machine(table)]
+    # Results of before K3 was planned too have one model.
+    for model, key in (("K2.6", "plan"), ("K3", "k3_plan")):
+        if f"{key}_seconds" in table:
+            peak = size(table[f"{key}_peak_bytes"])
+            plan = f"plan of all {model}"
+            lines.append(f"{plan:<20} {table[f'{key}_seconds']:.2f} s, {peak}")
+    return "\n".join([*lines, f"kconvert --help      {table['help_seconds']:.2f} s"])
 
 
 def _machine(table: dict[str, Any]) -> str:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 
 INTERRUPTED = 130
+_RESUMED = ("convert", "reshard", "export")  # commands that go on where they were
 # The first class that fits decides. 1 is for checks that found a difference.
 EXIT_CODES: tuple[tuple[type[BaseException], int], ...] = (
     (UnavailableError, 3),
@@ -73,8 +74,15 @@ Device = Annotated[
     DeviceName,
     typer.Option("--device", help="auto: a GPU if there is one that can."),
 ]
+# As in kconvert.layouts.registry, which is not for `--help` to load.
+LayoutName = Literal["marlin", "w4a16"]
+CacheDir = Annotated[
+    Path | None, typer.Option(parser=folder, help="huggingface_hub's cache, if not its own.")
+]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what another run wrote.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")]
 Verify = Annotated[
     bool, typer.Option("--verify", help="Compare a source folder with the hashes at hand.")
 ]
@@ -113,7 +121,7 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
 def interrupted() -> str:
     """What to say of an interrupt, wherever it came."""
     resume = f"; to resume: {shlex.join(['kconvert', *sys.argv[1:]])}"
-    return "interrupted" + (resume if sys.argv[1:2] == ["convert"] else "")
+    return "interrupted" + (resume if sys.argv[1:2] and sys.argv[1] in _RESUMED else "")
 
 
 def sentence_of(error: BaseException) -> str:
@@ -168,11 +176,14 @@ def token_ids(text: str) -> list[int]:
         ) from None
 
 
+SCHEMA = 1  # of every command's JSON; what is only added keeps it
+
+
 def show(
     table: dict[str, Any], as_json: bool, to_text: Callable[[dict[str, Any]], str], quiet: bool
 ) -> None:
     if as_json:
-        print(json.dumps(table))
+        print(json.dumps({"schema": SCHEMA, **table}))
     elif not quiet:
         print(to_text(table))
 
@@ -194,17 +205,17 @@ def progress_bar(
 
 
 @contextmanager
-def reporting(work: "Work", quiet: bool) -> Iterator["Meter"]:
-    """A meter whose state is shown on stderr: every second on a terminal; in a log a line after
-    half a minute, so that an estimate is there early, and then every five."""
+def reporting(work: "Work", quiet: bool, what: str = "convert") -> Iterator["Meter"]:
+    """A meter of the command `what`, whose state is shown on stderr: every second on a terminal; in
+    a log a line after half a minute, so that an estimate is there early, and then every five."""
     from kconvert.convert.progress import Meter, status_line
 
     meter, over, live = Meter(), threading.Event(), sys.stderr.isatty()
 
     def report() -> None:
         while not over.wait(1 if live else 300 if meter.seconds > 30 else 30):
-            width = _columns() - len("convert ") if live else None
-            line = f"convert {status_line(meter.stages(), work, meter.seconds, width)}"
+            width = _columns() - len(f"{what} ") if live else None
+            line = f"{what} {status_line(meter.stages(), work, meter.seconds, width)}"
             end = "" if live else "\n"
             print(f"\r{line}\x1b[K" if live else line, end=end, file=sys.stderr, flush=True)
 

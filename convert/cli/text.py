@@ -9,6 +9,7 @@ from kconvert.layouts.errors import printable
 from kconvert.layouts.model import groups_text
 
 if TYPE_CHECKING:
+    from kconvert.convert.export import Exported
     from kconvert.convert.prepare import Prepared
     from kconvert.convert.run import Conversion
     from kconvert.layouts.manifest import Manifest
@@ -106,6 +107,8 @@ def conversion_text(table: dict[str, Any]) -> str:
         f"{table['output']}: {table['files_written']} blobs written,"
         f" {size(table['bytes_written'])}; {table['files_kept']} were there already"
     ]
+    if table["files_linked"]:
+        lines.append(f"{table['files_linked']} blobs are links to those of the output given")
     if table["repo"]:
         lines.append(f"from {table['repo']} at {table['commit']}")
     if table["files_written"]:
@@ -125,6 +128,24 @@ def finish_table(output: Path, manifest: "Manifest") -> dict[str, Any]:
 def finish_text(table: dict[str, Any]) -> str:
     """The same for a person."""
     return f"{table['output']}: complete, {table['files']} files"
+
+
+def export_table(result: "Exported") -> dict[str, Any]:
+    """An export that was done."""
+    stages = {name: asdict(stage) for name, stage in result.stages.items()}
+    return {**vars(result), "folder": str(result.folder), "stages": stages}
+
+
+def export_text(table: dict[str, Any]) -> str:
+    """The same for a person."""
+    lines = [
+        f"{table['folder']}: {table['tensors']:,} tensors in {table['shards']} shards;"
+        f" {table['files_written']} written, {size(table['bytes_written'])}; {table['files_kept']}"
+        " were there already"
+    ]
+    if table["files_written"]:
+        lines.append(f"took {hours(table['seconds'])}: {_shares(table)}")
+    return _text([*lines, *(f"warning: {text}" for text in table["warnings"])])
 
 
 def _shares(table: dict[str, Any]) -> str:
@@ -166,9 +187,16 @@ def _notes(table: dict[str, Any]) -> list[str]:
 
 
 def validation_table(result: "Validation") -> dict[str, Any]:
-    """The outcome of a validation."""
+    """The outcome of a validation, as validate/schema/1.json describes it."""
     findings = [{**finding._asdict(), "sentence": str(finding)} for finding in result.findings]
-    return {**vars(result), "ok": result.ok, "findings": findings}
+    return {
+        **vars(result),
+        "ok": result.ok,
+        "findings": findings,
+        "checks": [check.table() for check in result.checks],
+        "ledger": [entry._asdict() for entry in result.ledger],
+        "statistics": {str(n): layer.table() for n, layer in sorted(result.statistics.items())},
+    }
 
 
 def validation_text(table: dict[str, Any]) -> str:

@@ -17,6 +17,7 @@ from kconvert.layouts.manifest import WORK_FOLDER, FileEntry, Manifest, read_man
 from kconvert.layouts.model import VISION
 
 OUTLINE_NAME = "outline.json"
+EXPORT_RECORD = "export.json"  # of what a folder is the export: in its work folder, and stays there
 _VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
 
 

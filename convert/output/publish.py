@@ -6,6 +6,7 @@ earlier ones left half-done. Nothing is renamed or deleted without a look at who
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -24,6 +25,7 @@ from kconvert.layouts.manifest import WORK_FOLDER
 
 PROBE = ".kconvert-probe"  # what names of files begin with that are no part of an output
 _PARTIAL = ".partial"
+_FICLONE = 0x40049409  # linux/fs.h
 
 
 @dataclass(frozen=True)
@@ -203,6 +205,25 @@ def publish(workspace: OwnedWorkspace, staged: Path, final: Path) -> None:
     workspace.owner.check()
     os.rename(staged, final)
     sync_folder(final.parent)
+
+
+def link(workspace: OwnedWorkspace, source: Path, name: str) -> Path | None:
+    """The temporary name of the file `name`, which is now a copy of `source` that takes no space
+    (a reflink) or is that file itself (a hard link); None where the file system can do neither."""
+    staged = staging_path(workspace, name)
+    for way in (_reflink, os.link):
+        try:
+            way(source.resolve(), staged)
+            return staged
+        except OSError:  # another file system, or one that lacks it, or not ours to link
+            staged.unlink(missing_ok=True)
+    return None
+
+
+def _reflink(source: Path, target: Path) -> None:
+    with open(source, "rb") as theirs, open(target, "xb") as ours:
+        fcntl.ioctl(ours, _FICLONE, theirs.fileno())
+        os.fsync(ours.fileno())
 
 
 def write_file(workspace: OwnedWorkspace, name: str, content: bytes) -> None:

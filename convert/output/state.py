@@ -9,7 +9,8 @@ from typing import NamedTuple
 from kconvert.convert.output.disk import read_file
 from kconvert.convert.output.outline import Earlier, read_earlier
 from kconvert.convert.output.publish import PROBE
-from kconvert.convert.plan import Plan, PlannedFile
+from kconvert.convert.plan import Plan
+from kconvert.convert.planned import PlannedFile
 from kconvert.layouts.blob import COMMON_FOLDER, read_blob
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
@@ -87,7 +88,7 @@ def _of_others(
     another source. What is common is in every conversion of a model."""
     known = earlier.fingerprints
     if any(
-        file.info.fingerprint != known.get(path, file.info.fingerprint)
+        file.fingerprint != known.get(path, file.fingerprint)
         for path, file in planned.items()
         if file.rank is None
     ):
@@ -180,7 +181,7 @@ def _compare(path: Path, file: PlannedFile | None, expected: bool, plan: Plan) -
             f" {wanted[0]} tp {wanted[1]} ep {wanted[2]}"
         )
         return Conflict(path, text, True)
-    if file is not None and info.fingerprint != file.info.fingerprint:
+    if file is not None and info.fingerprint != file.fingerprint:
         text = "was made from other weights than this source's (its fingerprint differs)"
         return Conflict(path, text, True)
     if (info.repo, info.commit) != (target.repo, target.commit):

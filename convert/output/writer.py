@@ -1,14 +1,15 @@
 """One blob being written: every tensor once, digested as it passes, published only when whole."""
 
 import os
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
 
 from kconvert.convert.output.disk import UNSUPPORTED, naming
 from kconvert.convert.output.publish import OwnedWorkspace, publish, staging_path
-from kconvert.convert.plan import PlannedFile
+from kconvert.convert.planned import PlannedFile
 from kconvert.layouts.blob import (
     NO_DIGEST,
     PAGE,
@@ -16,10 +17,14 @@ from kconvert.layouts.blob import (
     blank_digests,
     digest,
     digest_of_experts,
-    encode_header,
     new_digest,
 )
 from kconvert.layouts.errors import KconvertError
+from kconvert.layouts.reader import CHUNK_BYTES, Scratch
+
+_WORTH_DIRECT = 1 << 16  # bytes: below, copying them into place costs more than the page cache
+_SCRATCH = Scratch()
+_NOT_ASKED = "not asked"  # for a digest; and written all the same
 
 
 class Piece(NamedTuple):
@@ -31,34 +36,52 @@ class Piece(NamedTuple):
     nbytes: int
 
 
+class Turn(Protocol):
+    """A lock, of threads or of processes."""
+
+    def acquire(self, blocking: bool = True, /) -> bool:
+        """Take it; False where it is taken and the caller does not wait."""
+
+    def release(self) -> None:
+        """Give it back."""
+
+
 class StagedFile:
     """A file that is being written, opened by its temporary name; errors tell of its final one.
-    Threads may write at once."""
 
-    def __init__(self, staged: Path, final: Path, planned: PlannedFile) -> None:
-        self.planned, self._final = planned, final
+    Several workers may write at once. The kernel lets one at a time into a file and has the others
+    spin; with `turn`, a lock that all of them share, they sleep.
+    """
+
+    def __init__(self, staged: Path, final: Path, planned: PlannedFile, turn: Turn) -> None:
+        self.planned, self._final, self._turn = planned, final, turn
         with naming(final):
             self._fd = os.open(staged, os.O_WRONLY)
             self._direct = _open_direct(staged)
 
-    def write_expert(
-        self, tensors: Iterable[BlobTensor], index: int, data: Iterable[memoryview]
-    ) -> list[Piece]:
-        """Write local expert `index` of stacked tensors; `data`: its bytes in each, contiguous."""
+    def write_expert(self, index: int, packed: Sequence[memoryview]) -> list[Piece]:
+        """Write local expert `index`, of which `packed` is what belongs to each stacked tensor."""
         pieces = []
-        for tensor, view in zip(tensors, data, strict=True):
-            self._write(tensor, index * (tensor.nbytes // tensor.experts), view)
-            pieces.append(Piece(tensor.name, index, digest(view), len(view)))
+        for place, view in self.planned.places(index, packed):
+            self._write(place.at, view)
+            known = digest(view) if self.planned.digested else _NOT_ASKED
+            pieces.append(Piece(place.tensor, place.expert, known, len(view)))
         return pieces
 
     def write_whole(self, tensor: BlobTensor, chunks: Iterable[memoryview]) -> Piece:
         """Write a tensor that is not stacked, its bytes in order."""
         state, at = new_digest(), 0
         for chunk in chunks:
-            self._write(tensor, at, chunk)
+            self._write(tensor.offset + at, chunk)
             state.update(chunk)
             at += len(chunk)
         return Piece(tensor.name, None, state.hexdigest(), at)
+
+    def is_free(self) -> bool:
+        """Whether nobody writes it at this moment."""
+        if free := self._turn.acquire(False):
+            self._turn.release()
+        return free
 
     def close(self) -> None:
         """Close it; what was written stays."""
@@ -66,17 +89,45 @@ class StagedFile:
         if self._direct is not None:
             os.close(self._direct)
 
-    def _write(self, tensor: BlobTensor, at: int, data: memoryview) -> None:
-        start = self.planned.header_bytes + tensor.offset + at
+    def _write(self, at: int, data: memoryview) -> None:
+        """Whole pages past the page cache, where the file system can; their edges through it."""
+        start = self.planned.header_bytes + at
+        head = min(-start % PAGE, len(data))
+        pages = (len(data) - head) // PAGE * PAGE
         with naming(self._final):
-            if self._direct is not None and start % PAGE == 0 and len(data) % PAGE == 0:
-                try:
-                    _pwrite(self._direct, data, start)
-                    return
-                except OSError as error:
-                    if error.errno not in UNSUPPORTED:  # it may want another alignment
-                        raise
-            _pwrite(self._fd, data, start)
+            if self._direct is None or pages < (PAGE if head == 0 else _WORTH_DIRECT):
+                self._put(self._fd, data, start)
+                return
+            try:
+                self._put_pages(self._direct, data[head : head + pages], start + head)
+            except OSError as error:
+                if error.errno not in UNSUPPORTED:  # it may want another alignment
+                    raise
+                self._put(self._fd, data, start)
+                return
+            self._put(self._fd, data[:head], start)
+            self._put(self._fd, data[head + pages :], start + head + pages)
+
+    def _put_pages(self, fd: int, data: memoryview, start: int) -> None:
+        """Straight from `data` where it lies on a page, as what goes to pages mostly does, else by
+        way of a buffer that does."""
+        if np.frombuffer(data, np.uint8).ctypes.data % PAGE == 0:
+            self._put(fd, data, start)
+            return
+        for at in range(0, len(data), CHUNK_BYTES):
+            piece = data[at : at + CHUNK_BYTES]
+            buffer = memoryview(_SCRATCH.take("bounce", (len(piece),), np.uint8))
+            buffer[:] = piece
+            self._put(fd, buffer, start + at)
+
+    def _put(self, fd: int, data: memoryview, at: int) -> None:
+        if not data:
+            return
+        self._turn.acquire()
+        try:
+            _pwrite(fd, data, at)
+        finally:
+            self._turn.release()
 
 
 class BlobWriter:
@@ -118,11 +169,9 @@ class BlobWriter:
                 f"{self.planned.path}: {self._written:,} of {expected:,} bytes were written and"
                 f" {len(lacking)} tensors are not whole; this is a bug."
             )
-        info = replace(
-            self.planned.info, digests=self._digests, expert_digests=self._expert_digests
-        )
+        header = self.planned.header(self._digests, self._expert_digests)
         with naming(self.final):
-            _pwrite(self._fd, memoryview(encode_header(self.planned.blob_tensors, info)), 0)
+            _pwrite(self._fd, memoryview(header), 0)
             os.fsync(self._fd)
         publish(self._workspace, self.staged, self.final)
         self.close()

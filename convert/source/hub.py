@@ -66,6 +66,9 @@ class HubSource:
         most = max(together, key=lambda names: sum(missing.get(name, 0) for name in names))
         return {work / INCOMING / name: missing[name] for name in most if name in missing}
 
+    def finished(self, path: str, fingerprint: str) -> Path | None:
+        return None
+
 
 def open_checkpoint(
     name: str, revision: str | None, cache_dir: Path | None = None, keep_shards: bool = False

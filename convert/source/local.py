@@ -33,8 +33,8 @@ class LocalSource:
     stamps: dict[str, tuple[int, ...]]  # shard → what changes when its file does
     warnings: tuple[str, ...]
     oids: dict[str, str] | None  # shard → hash to be compared with; None: nothing is compared
-    name: None = None
-    commit: None = None
+    name: str | None = None  # repository and commit, where they are known
+    commit: str | None = None
 
     @property
     def verified(self) -> bool:
@@ -54,6 +54,9 @@ class LocalSource:
 
     def disk_for(self, order: list[set[str]], work: Path) -> dict[Path, int]:
         return {}
+
+    def finished(self, path: str, fingerprint: str) -> Path | None:
+        return None
 
 
 class _Here:
@@ -89,7 +92,7 @@ class _Here:
         for name in sorted(self._order[job]):
             if name in self._checks:
                 self._checks[name].result()
-            if _stamp(self.path(name)) != self._source.stamps[name]:
+            if stamp(self.path(name)) != self._source.stamps[name]:
                 raise CheckpointError(
                     f"{name} was changed while it was being converted: wait until nobody writes to"
                     " it, then run the same command again."
@@ -170,7 +173,7 @@ def open_local(folder: Path, verify: bool = False) -> LocalSource:
         oids = hashes_at_hand(folder, [*small, *checkpoint.shards])
         for name in small:
             refuse_other_content(folder / name, name, oids[name])
-    stamps = {name: _stamp(folder / name) for name in checkpoint.shards}  # before what is read
+    stamps = {name: stamp(folder / name) for name in checkpoint.shards}  # before what is read
     contents = {name: content_id(folder / name, s) for name, s in checkpoint.shards.items()}
     return LocalSource(
         folder=folder,
@@ -201,7 +204,8 @@ def _tail(path: Path, shard: Shard) -> bytes:
         return file.read(len(_BLANK))
 
 
-def _stamp(path: Path) -> tuple[int, ...]:
+def stamp(path: Path) -> tuple[int, ...]:
+    """What changes when a file does."""
     status = path.stat()
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 

@@ -61,3 +61,7 @@ class Source(Protocol):
 
     def disk_for(self, order: list[set[str]], work: Path) -> dict[Path, int]:
         """Bytes that downloading for the jobs takes at a time, by the files they go into."""
+
+    def finished(self, path: str, fingerprint: str) -> Path | None:
+        """A file that is, byte for byte, what the output is to have at `path`; None: there is none
+        such."""

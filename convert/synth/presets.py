@@ -8,7 +8,9 @@ import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from kconvert.layouts.families.deepseek_v3 import PROJECTIONS
+from kconvert.convert.synth.families import CONFIGS, SynthTensor, family_shards
+from kconvert.layouts.families.family import PROJECTIONS
+from kconvert.layouts.fields import text_config
 
 _WEIGHTS = {
     "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
@@ -73,17 +75,8 @@ class Preset(NamedTuple):
     """A model: its config.json and the two vision sizes that the config does not hold."""
 
     config: dict[str, Any]
-    vision_mlp: int  # 0: a tower without MLPs and norms
-    vision_grid: int  # positions a side
-
-
-class SynthTensor(NamedTuple):
-    """A tensor of a shard, in no order yet."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-    value: tuple[int, ...] = ()  # empty: random
+    vision_mlp: int = 0  # 0: a tower without MLPs and norms
+    vision_grid: int = 0  # positions a side; 0: no vision
 
 
 def _kimi_mini() -> dict[str, Any]:
@@ -93,23 +86,45 @@ def _kimi_mini() -> dict[str, Any]:
     return config
 
 
+def _k26_layer() -> dict[str, Any]:
+    """One MoE layer of true size, and little else: a whole model for trials."""
+    config = copy.deepcopy(_K26_CONFIG) | _KIMI_MINI_TOKENS | {"media_placeholder_token_id": 277}
+    one_layer = {"num_hidden_layers": 1, "first_k_dense_replace": 0, "vocab_size": 512}
+    config["text_config"] |= one_layer | _KIMI_MINI_TOKENS
+    hidden = config["text_config"]["hidden_size"]
+    config["vision_config"] |= _KIMI_MINI_VISION | {"text_hidden_size": hidden}
+    return config
+
+
 PRESETS = {
     "k2.6": Preset(_K26_CONFIG, vision_mlp=4304, vision_grid=64),
+    "k2.6-layer": Preset(_k26_layer(), vision_mlp=0, vision_grid=8),
     "kimi-mini": Preset(_kimi_mini(), vision_mlp=0, vision_grid=8),
-}
+} | {name: Preset(config) for name, config in CONFIGS.items()}
+_EXPERTS = ("n_routed_experts", "num_experts", "num_local_experts")
+_TOP_K = ("num_experts_per_tok", "num_experts_per_token")
+
+
+def experts_of(preset: Preset) -> int:
+    """Routed experts a layer."""
+    text = text_config(preset.config)
+    return next(text[key] for key in _EXPERTS if key in text)
 
 
 def with_experts(preset: Preset, experts: int) -> Preset:
     """The same model with only so many routed experts a layer."""
     config = copy.deepcopy(preset.config)
-    text = config["text_config"]
-    text["n_routed_experts"] = experts
-    text["num_experts_per_tok"] = min(experts, text["num_experts_per_tok"])
+    text = text_config(config)
+    text[next(key for key in _EXPERTS if key in text)] = experts
+    top_k = next(key for key in _TOP_K if key in text)
+    text[top_k] = min(experts, text[top_k])
     return preset._replace(config=config)
 
 
 def shards(preset: Preset) -> list[list[SynthTensor]]:
-    """Every shard's tensors: one a layer, then embeddings and head, projector, vision tower."""
+    """Every shard's tensors: one a layer, then embeddings and head, and vision where there is."""
+    if not preset.vision_grid:
+        return family_shards(preset.config)
     text = preset.config["text_config"]
     return [
         *(list(_layer(text, layer)) for layer in range(text["num_hidden_layers"])),

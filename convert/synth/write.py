@@ -1,7 +1,8 @@
-"""`kconvert synth`: write a checkpoint in K2.6's exact format with random weights.
+"""`kconvert synth`: write a checkpoint of a real model's names, shapes and format, with random
+weights.
 
-Codes keep Moonshot's grid: nibbles 1 to 15 (−7 to 7), and a ±7 in every group. A tensor's bytes
-depend on the seed and its name alone, so any part of a model equals that part of the whole.
+INT4 codes keep Moonshot's grid: nibbles 1 to 15 (−7 to 7), and a ±7 in every group. A tensor's
+bytes depend on the seed and its name alone, so any part of a model equals that part of the whole.
 """
 
 import json
@@ -15,14 +16,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.convert.output.publish import check_space
-from kconvert.convert.synth.presets import PRESETS, SynthTensor, shards, with_experts
+from kconvert.convert.synth.families import SynthTensor
+from kconvert.convert.synth.presets import PRESETS, experts_of, shards, with_experts
 from kconvert.layouts.checkpoint import INDEX_NAME
 from kconvert.layouts.errors import OutputError, UnsupportedError
-from kconvert.layouts.fields import CONFIG_NAME
-from kconvert.layouts.header import DTYPE_BYTES
+from kconvert.layouts.fields import CONFIG_NAME, text_config
+from kconvert.layouts.header import DTYPE_BYTES, file_order, shard_header
 
 _CHUNK_WORDS = 1 << 20  # 8 MB of random words at a time
-_DTYPES = list(DTYPE_BYTES)
 
 
 def synth(
@@ -46,11 +47,12 @@ def synth(
         raise UnsupportedError(f"preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
     model = PRESETS[preset]
     if experts is not None:
-        most = model.config["text_config"]["n_routed_experts"]
+        most = experts_of(model)
         if not 1 <= experts <= most:
             raise UnsupportedError(f"--experts {experts}: {preset} has 1 to {most}.")
         model = with_experts(model, experts)
-    depth = model.config["text_config"]["num_hidden_layers"]
+    text = text_config(model.config)
+    depth = text["num_hidden_layers"] + text.get("num_nextn_predict_layers", 0)
     if layers is not None and not set(layers) <= set(range(depth)):
         raise UnsupportedError(f"--layers: {preset} has layers 0 to {depth - 1}.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -67,7 +69,6 @@ def synth(
         "metadata": {"total_size": sum(_nbytes(t) for part in parts for t in part)},
         "weight_map": {t.name: n for n, part in zip(names, parts, strict=True) for t in part},
     }
-    text = model.config["text_config"]
     generation = {
         "max_length": text["max_position_embeddings"],
         "eos_token_id": text["eos_token_id"],
@@ -76,25 +77,6 @@ def synth(
     (output / "generation_config.json").write_text(json.dumps(generation))
     (output / CONFIG_NAME).write_text(json.dumps(model.config, indent=2))
     return [output / names[i] for i in wanted]
-
-
-def file_order(tensors: Iterable[SynthTensor]) -> list[SynthTensor]:
-    """The order of safetensors' own writer: wider dtype first, then by name."""
-    return sorted(tensors, key=lambda t: (-_DTYPES.index(t.dtype), t.name))
-
-
-def shard_header(tensors: Iterable[SynthTensor]) -> bytes:
-    """A shard's header as safetensors writes it: no metadata, padded with spaces to 8 bytes."""
-    table, offset = {}, 0
-    for tensor in tensors:
-        end = offset + _nbytes(tensor)
-        table[tensor.name] = {
-            "dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [offset, end],
-        }  # fmt: skip
-        offset = end
-    text = json.dumps(table, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
 
 
 def shard_bytes(tensors: Iterable[SynthTensor]) -> int:
@@ -159,6 +141,12 @@ def _content(tensor: SynthTensor, seed: int) -> Iterator[memoryview]:
 
 def _shaped(tensor: SynthTensor, random: NDArray[np.uint64]) -> NDArray[np.generic]:
     """Random words made into plausible values of the tensor's kind."""
+    if tensor.dtype == "U8":
+        codes = random.view(np.uint8)
+        # Of MXFP4's scale bytes 2^−9 to 2^−2.
+        return (
+            codes if not tensor.name.endswith(("scale", "scales")) else (codes & 7) + np.uint8(118)
+        )
     if tensor.dtype == "I32":
         low = random | random >> np.uint64(1)
         some = (low | low >> np.uint64(2)) & np.uint64(0x1111111111111111)
@@ -168,6 +156,8 @@ def _shaped(tensor: SynthTensor, random: NDArray[np.uint64]) -> NDArray[np.gener
     if tensor.dtype == "F32":
         return (random.view(np.uint32) >> np.uint32(9) | np.uint32(0x3C000000)).view(np.float32)
     bits = random.view(np.uint16)
+    if tensor.dtype == "F16":
+        return (bits & np.uint16(0x1FF)) + np.uint16(0x1C00)  # scales, 0.0039 to 0.006
     if tensor.name.endswith("weight_scale"):
         return (bits & np.uint16(0x1FF)) + np.uint16(0x3B80)  # 0.0039 to 0.06
     if len(tensor.shape) == 1:

@@ -1,16 +1,12 @@
 """Config and tensors against each other, both ways: what config.json implies is there, with its
 shape and a dtype that somebody reads, and what is there config.json implies."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple, Protocol
 
-from kconvert.layouts.families.deepseek_v3 import Sizes, Stated, stated_modules
+from kconvert.layouts.families.family import BLOCKS, Family, Stated
 from kconvert.layouts.fields import CONFIG_NAME
-from kconvert.layouts.formats.compressed_tensors import (
-    MATRIX_TENSORS,
-    SCALE_DTYPES,
-    SHAPE_DTYPES,
-)
+from kconvert.layouts.formats.format import Format, Kind
 
 FLOATS = ("BF16", "F16", "F32")
 
@@ -33,17 +29,24 @@ class Disagreement(NamedTuple):
 
 
 def disagreements(
-    sizes: Sizes, layer: int | None, prefix: str, tensors: Mapping[str, Described | None]
+    family: Family,
+    layer: int | None,
+    prefix: str,
+    tensors: Mapping[str, Described | None],
+    experts: str = "",
 ) -> Iterator[Disagreement]:
     """What does not fit in a layer's tensors (None: the outer ones) but for the routed experts.
 
     `tensors` are by full name; None where a tensor's shard is not here and only its name is known.
-    `prefix` is what the model's names begin with, `language_model.` or nothing.
+    `prefix` is what the model's names begin with, `language_model.` or nothing; `experts` what
+    those of the layer's routed experts do, where it has some.
     """
+    if not family.complete:
+        return
     base = prefix if layer is None else f"{prefix}model.layers.{layer}."
     known: set[str] = set()
-    for module, stated in stated_modules(sizes, layer).items():
-        expected = _parameters(f"{base}{module}", stated, sizes, tensors)
+    for module, stated in family.stated(layer, _block(base, [experts, *tensors])).items():
+        expected = _parameters(f"{base}{module}", stated, family.format, tensors)
         known |= expected.keys()
         if stated.optional and not expected.keys() & tensors.keys():
             continue
@@ -62,19 +65,27 @@ def disagreements(
         yield Disagreement(name, f"is not implied by {CONFIG_NAME}: the engines would leave it out")
 
 
+def _block(base: str, names: Iterable[str]) -> str:
+    """What a layer calls its MLP: exporters of one family differ."""
+    called = {name.removeprefix(base).partition(".")[0] for name in names if name.startswith(base)}
+    return next((block for block in BLOCKS if block in called), BLOCKS[0])
+
+
 def _parameters(
-    module: str, stated: Stated, sizes: Sizes, tensors: Mapping[str, Described | None]
-) -> dict[str, tuple[tuple[str, ...], tuple[int, ...]]]:
-    """A module's tensors with dtypes and shape. A matrix may be quantized as the experts are."""
+    module: str, stated: Stated, format: Format, tensors: Mapping[str, Described | None]
+) -> dict[str, Kind]:
+    """A module's tensors. A matrix may be quantized as the experts are."""
     expected = {}
     for parameter in stated.parameters:
         shape = stated.shape if parameter == "weight" else stated.shape[:1]
-        expected[f"{module}.{parameter}"] = (FLOATS, shape)
-    quantized = [f"{module}.{companion}" for companion in MATRIX_TENSORS]
-    if len(stated.shape) == 2 and any(name in tensors for name in quantized):
-        n, k = stated.shape
+        expected[f"{module}.{parameter}"] = Kind(FLOATS, shape)
+    if len(stated.shape) != 2 or format.fused:
+        return expected
+    quantized = {
+        f"{module}.{companion}": kind for companion, kind in format.kinds(*stated.shape).items()
+    }
+    if any(name in tensors for name in quantized):
         del expected[f"{module}.weight"]
-        groups = len(sizes.quantization.groups(range(k)))
-        kinds = (("I32",), (n, k // 8)), (SCALE_DTYPES, (n, groups)), (SHAPE_DTYPES, (2,))
-        expected |= dict(zip(quantized, kinds, strict=True))
+        absent = {f"{module}.{companion}" for companion in format.optional} - tensors.keys()
+        expected |= {name: kind for name, kind in quantized.items() if name not in absent}
     return expected

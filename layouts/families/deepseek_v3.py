@@ -1,47 +1,21 @@
-"""DeepSeek-V3's names and sizes, Kimi K2's among them: where every tensor belongs.
+"""DeepSeek-V3's sizes, Kimi K2's among them, and what a layer of it has."""
 
-A name without a rule is refused: a tensor nobody placed is a tensor silently lost.
-"""
-
-import re
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.families.config_keys import UnknownKey, unknown_keys
+from kconvert.layouts.families.family import (
+    PROJECTIONS,
+    Family,
+    Stated,
+    unknown_architecture,
+)
 from kconvert.layouts.fields import CONFIG_NAME, flag, natural, positive, text_config
-from kconvert.layouts.formats.compressed_tensors import MATRIX_TENSORS, read_quantization
+from kconvert.layouts.formats.known import read_format
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import MOST, ModelDims
 
-BUFFER = "buffer"  # the group of what is computed, not read
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
-# Modules of a layer in the order a forward pass reads them. The last six are DeepSeek's MTP layer.
-_LAYER_MODULES = (
-    "input_layernorm",
-    *(f"self_attn.{name}" for name in (
-        "q_proj", "q_a_proj", "q_a_layernorm", "q_b_proj", "kv_a_proj_with_mqa", "kv_a_layernorm",
-        "kv_b_proj", "o_proj",
-    )),
-    "post_attention_layernorm",
-    "mlp.gate",
-    *(f"mlp.shared_experts.{name}" for name in PROJECTIONS),
-    *(f"mlp.{name}" for name in PROJECTIONS),
-    "embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head",
-)  # fmt: skip
-_PARAMETERS = ("weight", "bias", "e_score_correction_bias",
-               "weight_packed", "weight_scale", "weight_shape")  # fmt: skip
-_OUTER = ("model.embed_tokens.weight", "model.norm.weight", "lm_head.weight")
-_VISION = ("vision_tower.", "mm_projector.", "multi_modal_projector.")
-_LAYER_ORDER = {
-    f"{module}.{parameter}": len(_PARAMETERS) * i + j
-    for i, module in enumerate(_LAYER_MODULES)
-    for j, parameter in enumerate(_PARAMETERS)
-}
-_ARCHITECTURES = (
-    "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
-)  # fmt: skip
-_MODEL_TYPES = ("deepseek_v3", "kimi_k2", "kimi_k25")
 # Read here or by the engine; and what only training reads (aux_loss_alpha, seq_aux), or what says
 # again what others say (qk_head_dim, head_dim, ep_size).
 _KEYS = frozenset({
@@ -61,66 +35,6 @@ _WRAPPER_KEYS = frozenset({
     "quantization_config", "text_config", "tie_word_embeddings", "use_unified_vision_chunk",
     "video_placeholder", "vision_config", "vocab_size",
 })  # fmt: skip
-_NUMBER = "(0|[1-9][0-9]{0,4})"  # one spelling a number: "01" is another name than "1"
-_LAYER_NAME = re.compile(rf"(?:language_model\.)?model\.layers\.{_NUMBER}\.(.+)")
-_EXPERT_NAME = re.compile(
-    rf"(?:language_model\.)?model\.layers\.{_NUMBER}\.mlp\.experts\.{_NUMBER}\."
-    r"(gate_proj|up_proj|down_proj)\.(weight_packed|weight_scale|weight_shape)"
-)
-_BUFFER_NAME = re.compile(
-    rf"(?:language_model\.)?model\.layers\.{_NUMBER}\.self_attn\.rotary_emb\.inv_freq"
-)
-EXPERTS = ".mlp.experts."
-# What stands behind an expert's number in its tensors' names.
-EXPERT_MEMBERS = frozenset(
-    f"{projection}.{companion}" for projection in PROJECTIONS for companion in MATRIX_TENSORS
-)
-_UNSUPPORTED = {
-    "weight_zero_point": "asymmetric weights (zero points) cannot be converted",
-    "weight_g_idx": "act-order with g_idx (actorder group or dynamic) cannot be converted",
-}
-
-
-class Location(NamedTuple):
-    """Where a tensor belongs: `layer` N, or the `outer` or `vision` file; `order` within it."""
-
-    group: str  # "layer", "expert", "outer", "vision" or BUFFER
-    layer: int = -1
-    expert: int = -1
-    order: int = 0
-
-
-def locate(name: str) -> Location:
-    """The place of the tensor called `name`; UnsupportedError where no rule covers it."""
-    match = _EXPERT_NAME.fullmatch(name)
-    if match:
-        return Location("expert", int(match[1]), int(match[2]))
-    match = _LAYER_NAME.fullmatch(name)
-    if match:
-        order = _LAYER_ORDER.get(match[2])
-        if order is not None:
-            return Location("layer", int(match[1]), order=order)
-        if _BUFFER_NAME.fullmatch(name):
-            return Location(BUFFER)
-    elif name.startswith(_VISION):
-        return Location("vision")
-    else:
-        bare = name.removeprefix("language_model.")
-        if bare in _OUTER:
-            return Location("outer", order=_OUTER.index(bare))
-    if ".mlp.experts." in name and name.endswith("_proj.weight"):
-        raise UnsupportedError(f"tensor {name}: this expert is not quantized, INT4 is expected.")
-    reason = _UNSUPPORTED.get(
-        name.rpartition(".")[2],
-        "no sharding rule covers that name; known are DeepSeek-V3-style text models, Kimi's among"
-        " them",
-    )
-    raise UnsupportedError(f"tensor {name}: {reason}.")
-
-
-def expert_base(prefix: str, expert: int, projection: str) -> str:
-    """The name of an expert's projection up to its last dot; `prefix` ends in `experts.`"""
-    return f"{prefix}{expert}.{projection}."
 
 
 @dataclass(frozen=True)
@@ -190,7 +104,7 @@ def read_sizes(whole_config: dict[str, Any]) -> Sizes:
         shared_experts=natural(config, "n_shared_experts", 0),
         tied_head=flag(config, "tie_word_embeddings", False),
         attention_bias=flag(config, "attention_bias", False),
-        quantization=read_quantization(whole_config),
+        quantization=read_format(whole_config).quantization,
     )
 
 
@@ -202,23 +116,30 @@ def unknown_config_keys(whole_config: dict[str, Any]) -> list[UnknownKey]:
         tables = [(text, _KEYS, "")]
     else:
         tables.append((whole_config, _WRAPPER_KEYS, ""))
-    unknown = []
+    unknown: list[UnknownKey] = []
     for table, known, prefix in tables:
         unknown += unknown_keys(table, known, prefix)
-        for key, names in (("architectures", _ARCHITECTURES), ("model_type", _MODEL_TYPES)):
-            value = table.get(key)
-            values = value if isinstance(value, list) else [value]
-            if value is not None and any(name not in names for name in values):
-                unknown.append(UnknownKey(f"{prefix}{key}", value))
+        unknown += unknown_architecture(table, prefix, DeepSeekV3)
     return unknown
 
 
-class Stated(NamedTuple):
-    """A module that the config implies: its weight's shape, and what else it may have."""
+class DeepSeekV3(Family):
+    """DeepSeek V3, Kimi K2-Thinking, K2.5, K2.6: MLA, a router with a bias, shared experts."""
 
-    shape: tuple[int, ...]
-    parameters: tuple[str, ...] = ("weight",)  # required
-    optional: bool = False  # a checkpoint may lack it
+    architectures = (
+        "DeepseekV3ForCausalLM", "KimiK2ForCausalLM", "KimiK25ForConditionalGeneration",
+    )  # fmt: skip
+    model_types = ("deepseek_v3", "kimi_k2", "kimi_k25")
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.sizes = read_sizes(config)
+        super().__init__(config)
+
+    def _read(self, config: dict[str, Any]) -> ModelDims:
+        return self.sizes.dims
+
+    def stated(self, layer: int | None, block: str) -> dict[str, Stated]:
+        return stated_modules(self.sizes, layer)
 
 
 def stated_modules(sizes: Sizes, layer: int | None) -> dict[str, Stated]:

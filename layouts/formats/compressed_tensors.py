@@ -1,29 +1,28 @@
-"""compressed-tensors `pack-quantized`: what its quantization_config says and its tensors hold.
+"""compressed-tensors: what its quantization_config says, and what `pack-quantized` tensors hold.
 
-A quantized matrix [N, K] is stored as `weight_packed` I32 [N, K/8], nibble j of word m being
-column 8m+j with value nibble − 8; `weight_scale` [N, K/group_size] (channelwise: [N, 1]); and
-`weight_shape` [2] = (N, K), I32 at Moonshot, I64 elsewhere. Field names and values as in
-compressed-tensors' QuantizationConfig, QuantizationScheme and QuantizationArgs.
+A quantized matrix [N, K] of b bits is stored as `weight_packed` I32 [N, K·b/32], plain words;
+`weight_scale` [N, K/group_size] (channelwise: [N, 1]); `weight_zero_point` I32 [N/8, G] where it is
+asymmetric; and `weight_shape` [2] = (N, K), I32 at Moonshot, I64 elsewhere. Codes and zero points
+are stored as q + 2^(b−1). Field names and values as in compressed-tensors' QuantizationConfig,
+QuantizationScheme and QuantizationArgs.
 """
 
-import json
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-from kconvert.layouts.fields import CONFIG_NAME, text_config
-from kconvert.layouts.quantization import Quantization
+from kconvert.layouts.experts import Projection
+from kconvert.layouts.fields import ANY, CONFIG_NAME, check_fields
+from kconvert.layouts.formats.format import SCALE_DTYPES, Format, Kind, Take, groups
+from kconvert.layouts.formats.mxfp4 import GROUP_SIZE, PackedMxfp4, refuse_nvfp4
+from kconvert.layouts.header import DTYPE_BYTES
+from kconvert.layouts.quantization import ZERO_POINTS_A_WORD, Quantization, Role
 
-SCALE_DTYPES = ("BF16", "F16", "F32")
 SHAPE_DTYPES = ("I32", "I64")
-MATRIX_TENSORS = ("weight_packed", "weight_scale", "weight_shape")
 GROUP_SIZES = (32, 64, 128)
 
-_ANY = object()
 _EMPTY = (None, {}, [])
 # A SparsityCompressionConfig of format "dense" stores weights as they are, whatever else it says.
 _SPARSITY_FIELDS = {
@@ -32,76 +31,136 @@ _SPARSITY_FIELDS = {
 }  # fmt: skip
 # field → values that change nothing here. A field that is not listed is refused by name.
 _CONFIG_FIELDS: dict[str, Any] = {
-    "config_groups": _ANY, "format": _ANY, "ignore": _ANY, "quant_method": _ANY, "version": _ANY,
-    "quantization_status": ("compressed", "frozen", None), "global_compression_ratio": _ANY,
+    "config_groups": ANY, "format": ANY, "ignore": ANY, "quant_method": ANY, "version": ANY,
+    "quantization_status": ("compressed", "frozen", None), "global_compression_ratio": ANY,
     "kv_cache_scheme": _EMPTY, "sparsity_config": _EMPTY,
     "transform_config": (*_EMPTY, {"config_groups": {}}),
-    "run_compressed": _ANY,
+    "run_compressed": ANY,
 }  # fmt: skip
 _GROUP_FIELDS: dict[str, Any] = {
-    "targets": _ANY, "weights": _ANY, "format": ("pack-quantized", None),
+    "targets": ANY, "weights": ANY, "format": ("pack-quantized", None),
     "input_activations": (None,), "output_activations": (None,),
 }  # fmt: skip
+# An engine may round activations while it runs; the stored weights are the same.
+_MXFP4_GROUP_FIELDS = _GROUP_FIELDS | {
+    "format": (PackedMxfp4.name, None), "input_activations": ANY,
+}  # fmt: skip
 _WEIGHT_FIELDS: dict[str, Any] = {
-    "num_bits": (4,), "type": ("int",), "symmetric": (True,), "strategy": ("group", "channel"),
-    "group_size": _ANY, "actorder": (None, False, "weight", "static"), "dynamic": (False,),
-    "observer": _ANY, "observer_kwargs": _ANY, "block_structure": (None,),
-    "scale_dtype": _ANY, "zp_dtype": _ANY,
+    "num_bits": (4, 8), "type": ("int",), "symmetric": (True, False),
+    "strategy": ("group", "channel"), "group_size": ANY,
+    "actorder": (None, False, "weight", "static"), "dynamic": (False,),
+    "observer": ANY, "observer_kwargs": ANY, "block_structure": (None,),
+    "scale_dtype": ANY, "zp_dtype": ANY,
+}  # fmt: skip
+_MXFP4_WEIGHT_FIELDS = _WEIGHT_FIELDS | {
+    "num_bits": (4,), "type": ("float",), "symmetric": (True,), "strategy": ("group",),
+    "group_size": (GROUP_SIZE,),
 }  # fmt: skip
 
 
-class QuantizedMatrix(NamedTuple):
-    """The stored tensors of one quantized [N, K] matrix, by role."""
+class PackQuantized(Format):
+    """INT4 and INT8, with zero points or without."""
 
-    code: SourceTensor  # I32 [N, K/8]
-    scale: SourceTensor  # [N, groups]
-    dropped: tuple[SourceTensor, ...]  # checked and not kept: weight_shape [2] = (N, K)
+    name = "pack-quantized"
+    restores = True
 
-    @property
-    def tensors(self) -> tuple[SourceTensor, ...]:
-        """All of them."""
-        return self.code, self.scale, *self.dropped
+    def __init__(self, quantization: Quantization) -> None:
+        self.quantization = quantization
+        self.roles: dict[str, Role | None] = {"weight_packed": "code", "weight_scale": "scale"}
+        if quantization.zero_point:
+            self.roles["weight_zero_point"] = "zero_point"
+        self.roles["weight_shape"] = None
+
+    def kinds(self, n: int, k: int) -> dict[str, Kind]:
+        scales = groups(self.quantization, k)
+        kinds = {
+            "weight_packed": Kind(("I32",), (n, k * self.quantization.bits // 32)),
+            "weight_scale": Kind(SCALE_DTYPES, (n, scales)),
+            "weight_shape": Kind(SHAPE_DTYPES, (2,)),
+        }
+        if self.quantization.zero_point:
+            kinds["weight_zero_point"] = Kind(("I32",), (-(-n // ZERO_POINTS_A_WORD), scales))
+        return kinds
+
+    def plain(
+        self,
+        projection: Projection,
+        role: Role,
+        tensor: SourceTensor,
+        stored: NDArray[Any],
+        take: Take,
+    ) -> NDArray[Any]:
+        return stored
+
+    def check_dropped(self, tensor: SourceTensor, stored: NDArray[Any], n: int, k: int) -> None:
+        """weight_shape is what the packed weights are."""
+        found = stored.tolist()
+        if found != [n, k]:
+            raise CheckpointError(
+                f"{tensor.shard}, tensor {tensor.name}: weight_shape is {found}, expected {[n, k]}"
+                " from the packed weights."
+            )
+
+    def dropped_data(self, companion: str, dtype: str, n: int, k: int) -> bytes:
+        width = DTYPE_BYTES[dtype]
+        return n.to_bytes(width, "little") + k.to_bytes(width, "little")
+
+    def _misshapen(
+        self, tensor: SourceTensor, role: Role | None, kind: Kind, k: int
+    ) -> CheckpointError:
+        if role == "zero_point" and tensor.shape[0] >= kind.shape[0] * ZERO_POINTS_A_WORD:
+            return CheckpointError(
+                f"{tensor.shard}, tensor {tensor.name}: {tensor.dtype} {list(tensor.shape)} found,"
+                f" I32 {list(kind.shape)} expected: zero points that are not packed, as old"
+                " versions of compressed-tensors wrote them: save the checkpoint with a later one."
+            )
+        return super()._misshapen(tensor, role, kind, k)
 
 
-def read_quantization(config: dict[str, Any]) -> Quantization:
-    """The quantization that `config` (a whole config.json) declares.
+def read_compressed_tensors(table: dict[str, Any]) -> Format:
+    """The format of a quantization_config with quant_method compressed-tensors.
 
     Raises CheckpointError where it is malformed, UnsupportedError naming the field otherwise.
     """
-    table = find_quantization_config(config)
-    if any("mxfp4" in str(table.get(key, "")).lower() for key in ("format", "quant_method")):
-        raise UnsupportedError(
-            f"{CONFIG_NAME}: the weights are MXFP4 (4-bit floats, as Kimi K3 uses);"
-            " only symmetric INT4 checkpoints can be converted."
-        )
-    if table.get("quant_method") != "compressed-tensors":
-        raise UnsupportedError(
-            f"{CONFIG_NAME}: quant_method is {table.get('quant_method')!r},"
-            " only compressed-tensors can be converted."
-        )
     if _is_dense(table.get("sparsity_config")):
         table = {**table, "sparsity_config": None}
-    _check_fields("quantization_config", table, _CONFIG_FIELDS)
-    if table.get("format") != "pack-quantized":
+    check_fields("quantization_config", table, _CONFIG_FIELDS)
+    kind = table.get("format")
+    if "nvfp4" in str(kind):
+        raise refuse_nvfp4(f"format is {kind!r:.60}")
+    if kind not in (PackQuantized.name, PackedMxfp4.name):
         raise UnsupportedError(
-            f"{CONFIG_NAME}: format is {table.get('format')!r}, only pack-quantized (INT4) can be"
-            " converted."
+            f"{CONFIG_NAME}: format is {kind!r}, only pack-quantized (INT4, INT8) and"
+            f" {PackedMxfp4.name} can be converted."
         )
-    groups = table.get("config_groups")
-    if not isinstance(groups, dict) or len(groups) != 1:
-        found = len(groups) if isinstance(groups, dict) else repr(groups)
+    config_groups = table.get("config_groups")
+    if not isinstance(config_groups, dict) or len(config_groups) != 1:
+        found = len(config_groups) if isinstance(config_groups, dict) else repr(config_groups)
         raise UnsupportedError(
             f"{CONFIG_NAME}: expected one entry in config_groups, found {found};"
-            " mixed quantization cannot be converted."
+            " mixed quantization cannot be converted; one scheme for all experts can."
         )
-    ((name, group),) = groups.items()
-    _check_fields(f"config_groups.{name}", group, _GROUP_FIELDS)
+    ((name, group),) = config_groups.items()
+    mxfp4 = kind == PackedMxfp4.name
+    check_fields(f"config_groups.{name}", group, _MXFP4_GROUP_FIELDS if mxfp4 else _GROUP_FIELDS)
     where = f"config_groups.{name}.weights"
     weights = group.get("weights")
-    _check_fields(where, weights, _WEIGHT_FIELDS)
+    check_fields(where, weights, _MXFP4_WEIGHT_FIELDS if mxfp4 else _WEIGHT_FIELDS)
     for key in ("num_bits", "type", "symmetric", "strategy"):
         if key not in weights:
             raise CheckpointError(f"{CONFIG_NAME}: {where} has no {key}.")
+    if mxfp4:
+        return PackedMxfp4()
+    bits, asymmetric = weights["num_bits"], not weights["symmetric"]
+    if bits == 8 and asymmetric:
+        raise UnsupportedError(
+            f"{CONFIG_NAME}: {where}: 8 bit with zero points (symmetric is false) cannot be"
+            " converted, no Marlin kernel reads it; symmetric 8 bit and asymmetric 4 bit can."
+        )
+    return PackQuantized(Quantization(_group_size(where, weights), bits, asymmetric))
+
+
+def _group_size(where: str, weights: dict[str, Any]) -> int | None:
     size = weights.get("group_size")
     if weights["strategy"] == "channel":
         if size not in (None, -1):
@@ -109,13 +168,13 @@ def read_quantization(config: dict[str, Any]) -> Quantization:
                 f"{CONFIG_NAME}: {where} has strategy channel and group_size {size!r};"
                 " channelwise scales have none."
             )
-        return Quantization(None)
+        return None
     if type(size) is not int or size not in GROUP_SIZES:
         raise UnsupportedError(
             f"{CONFIG_NAME}: {where}.group_size is {size!r}, only 32, 64, 128 and channelwise"
             " scales can be converted."
         )
-    return Quantization(size)
+    return size
 
 
 def _is_dense(sparsity: Any) -> bool:
@@ -125,94 +184,3 @@ def _is_dense(sparsity: Any) -> bool:
         and sparsity.get("format") == "dense"
         and sparsity.keys() <= _SPARSITY_FIELDS
     )
-
-
-def find_quantization_config(config: dict[str, Any]) -> dict[str, Any]:
-    """The quantization_config at the first of its three places (the order engines look in)."""
-    places = (
-        config.get("quantization_config"),
-        text_config(config).get("quantization_config"),
-        config.get("compression_config"),
-    )
-    for table in places:
-        if table is not None:
-            if not isinstance(table, dict):
-                raise CheckpointError(f"{CONFIG_NAME}: quantization_config is not an object.")
-            return table
-    raise UnsupportedError(
-        f"{CONFIG_NAME} has no quantization_config (nor text_config.quantization_config,"
-        " nor compression_config): only quantized checkpoints can be converted."
-    )
-
-
-def quantized_matrix(
-    tensors: Mapping[str, SourceTensor], base: str, n: int, k: int, quantization: Quantization
-) -> QuantizedMatrix:
-    """The [n, k] matrix stored under `base` ("…gate_proj."), its companions found by name.
-
-    Raises CheckpointError naming file, tensor, expected and found.
-    """
-    packed, scale, shape = (_companion(tensors, base, name) for name in MATRIX_TENSORS)
-    _expect(packed, ("I32",), (n, k // 8))
-    groups = len(quantization.groups(range(k)))
-    if len(scale.shape) == 2 and scale.shape[1] != groups:
-        raise CheckpointError(
-            f"{scale.shard}, tensor {scale.name}: {scale.shape[1]} scales a row found, {groups}"
-            f" expected for {k} columns and {quantization} ({CONFIG_NAME})."
-        )
-    _expect(scale, SCALE_DTYPES, (n, groups))
-    _expect(shape, SHAPE_DTYPES, (2,))
-    return QuantizedMatrix(packed, scale, (shape,))
-
-
-def unpack_codes(packed: NDArray[np.int32]) -> NDArray[np.int8]:
-    """int32 [N, K/8] → the signed codes int8 [N, K]: nibble − 8, low nibble first."""
-    nibbles = packed.view(np.uint32)[:, :, None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
-    return (nibbles.astype(np.int8) - 8).reshape(len(packed), -1)
-
-
-def check_weight_shape(tensor: SourceTensor, raw: memoryview, n: int, k: int) -> None:
-    """Check the stored values of a weight_shape tensor against the matrix they describe."""
-    width = 8 if tensor.dtype == "I64" else 4
-    found = [int.from_bytes(raw[i : i + width], "little", signed=True) for i in (0, width)]
-    if found != [n, k]:
-        raise CheckpointError(
-            f"{tensor.shard}, tensor {tensor.name}: weight_shape is {found}, expected {[n, k]}"
-            " from the packed weights."
-        )
-
-
-def _companion(tensors: Mapping[str, SourceTensor], base: str, name: str) -> SourceTensor:
-    tensor = tensors.get(base + name)
-    if tensor is None:
-        raise CheckpointError(
-            f"tensor {base}{name} is in no shard: every quantized matrix needs"
-            f" {', '.join(MATRIX_TENSORS)}."
-        )
-    return tensor
-
-
-def _expect(tensor: SourceTensor, dtypes: tuple[str, ...], shape: tuple[int, ...]) -> None:
-    if tensor.dtype not in dtypes or tensor.shape != shape:
-        raise CheckpointError(
-            f"{tensor.shard}, tensor {tensor.name}: expected {' or '.join(dtypes)} {list(shape)},"
-            f" found {tensor.dtype} {list(tensor.shape)}."
-        )
-
-
-def _check_fields(where: str, table: Any, fields: dict[str, Any]) -> None:
-    if not isinstance(table, dict):
-        raise CheckpointError(f"{CONFIG_NAME}: {where} is not an object.")
-    for key, value in table.items():
-        if key not in fields:
-            raise UnsupportedError(
-                f"{CONFIG_NAME}: {where}.{key} is not a field this version knows;"
-                " it will not be guessed at."
-            )
-        allowed = fields[key]
-        if allowed is not _ANY and not any(value == a and type(value) is type(a) for a in allowed):
-            expected = " or ".join(json.dumps(a) for a in allowed)
-            raise UnsupportedError(
-                f"{CONFIG_NAME}: {where}.{key} is {json.dumps(value):.80}, only {expected} can be"
-                " converted."
-            )

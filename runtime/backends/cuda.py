@@ -18,6 +18,8 @@ from kconvert.runtime.backends.protocol import ExpertSource, LatentNorms, Norm, 
 from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.ddtree import Tree
+from kconvert.runtime.filling.device import bits_of
+from kconvert.runtime.filling.unread import Unread
 from kconvert.runtime.kernels.attention import launch as attention
 from kconvert.runtime.kernels.linear.launch import linear_into
 from kconvert.runtime.kernels.moe import launch as moe
@@ -29,6 +31,7 @@ from kconvert.runtime.sampling import not_finite
 from kconvert.runtime.step import drafted
 
 Pair = tuple[Tensor, Tensor]
+_SIGNED = {2: torch.int16, 4: torch.int32}
 PEER_ROWS = 128  # of an exchange through shared memory: they are all on the GPU at once
 
 
@@ -75,32 +78,46 @@ class CudaBackend:
     # ---- weights
 
     def matrix(self, *parts: Source) -> Tensor:
-        whole = np.concatenate(parts) if len(parts) > 1 else parts[0]
-        return self._bf16(whole)
+        n, k = sum(map(len, parts)), parts[0].shape[1]
+        whole, at = torch.empty(n, k, dtype=torch.bfloat16, device=self.device), 0
+        for part in parts:
+            self._fill(whole[at : at + len(part)], part)
+            at += len(part)
+        return whole
 
     def embedding(self, table: Source) -> Embedding:
         mine = self.ranks.rank_slice("tokens of the vocabulary", len(table))
         return Embedding(self.matrix(table[mine.start : mine.stop]), mine.start)
 
     def vector(self, values: Source) -> Tensor:
-        if values.dtype == np.uint16:
-            return self._bf16(values)
-        return torch.from_numpy(values.copy()).to(self.device)
+        kind = torch.bfloat16 if values.dtype == np.uint16 else torch.float32
+        vector = torch.empty(values.shape, dtype=kind, device=self.device)
+        self._fill(vector, values)
+        return vector
 
-    def _bf16(self, values: Source) -> Tensor:
-        if values.dtype != np.uint16:
+    def _fill(self, target: Tensor, values: Source) -> None:
+        """With an array at once, or with what a filler brings."""
+        if values.dtype.itemsize != target.element_size():
             raise UnsupportedError(
                 f"a weight {list(values.shape)} is {values.dtype}: the GPU's kernels take BF16;"
                 " run it with --device cpu."
             )
-        return torch.from_numpy(np.array(values)).to(self.device).view(torch.bfloat16)
+        if isinstance(values, Unread):
+            values.into(bits_of(target))
+        else:
+            signed = np.array(values).view(f"i{values.dtype.itemsize}")
+            target.view(_SIGNED[signed.itemsize]).copy_(torch.from_numpy(signed))
 
     def experts_of(self, source: ExpertSource) -> Experts:
-        c, stacks = self.config, []
-        for stacked in STACKED:
-            values = source.stack(stacked.matrix, stacked.role)
-            tensor = torch.from_numpy(np.array(values)).to(self.device)
-            stacks.append(tensor.view(torch.bfloat16) if stacked.role == "scale" else tensor)
+        """As the rank's file has them: one piece of memory, four views."""
+        c, stacks, at = self.config, [], 0
+        sources = [source.stack(stacked.matrix, stacked.role) for stacked in STACKED]
+        image = torch.empty(sum(s.nbytes for s in sources), dtype=torch.uint8, device=self.device)
+        for stacked, values in zip(STACKED, sources, strict=True):
+            kind = torch.int32 if stacked.role == "code" else torch.bfloat16
+            stacks.append(image[at : at + values.nbytes].view(kind).view(values.shape))
+            self._fill(stacks[-1], values)
+            at += values.nbytes
         weights = moe.MoeWeights(*stacks)
         here, intermediate = len(weights.w2), weights.w2.shape[1] * 16
         shape = MoeShape(

@@ -81,7 +81,7 @@ class CudaDecoder:
         clock: Clock,
         keep_logits: bool,
         bucket: int | None = None,
-        prefill_rows: int = PREFILL_ROWS,
+        prompt_rows: int | None = None,
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
         """Committed tokens and, if they are kept, the logits each was chosen from, a target
         forward at a time. `bucket`: rows of the graph, if not the fewest that hold the draft."""
@@ -96,7 +96,7 @@ class CudaDecoder:
         else:
             self._round(rows, DRAFTED if drafts else ALONE)
         self._begin(sampling, drafts)
-        logits = self._prefill(prompt, prefill_rows, drafts is not None)
+        logits = self._prefill(prompt, prompt_rows or PREFILL_ROWS, drafts is not None)
         self._wait(1)
         tokens, _, _ = self._read(1)
         clock("prefill")
@@ -236,7 +236,7 @@ class CudaDecoder:
         begin = time.perf_counter()
         while entry[0] != step:
             if time.perf_counter() - begin > _PATIENCE:
-                torch.cuda.synchronize(self._ops.device)  # an error of a kernel is raised here
+                torch.cuda.current_stream(self._ops.device).query()  # raises a kernel's error
                 raise UnavailableError(f"the GPU has not ended a step in {_PATIENCE:.0f} s.")
 
     def _read(self, step: int) -> tuple[list[int], int, bool]:
@@ -251,6 +251,15 @@ class CudaDecoder:
             )
         count = int(entry[1])
         return entry[tree.HEADER : tree.HEADER + count].tolist(), int(entry[2]), bool(entry[5])
+
+    def wrong_slot(self) -> int | None:
+        """The first slot of the cache that is not as the last step should have left it: finite
+        where a token is committed, NaN where a row was rejected."""
+        start, _, before, _, count = self._state[:5].tolist()
+        finite = self._cache.keys.isfinite().all(dim=2).all(dim=0)
+        nan = self._cache.keys[:, start : before + count].isnan().all(dim=2).all(dim=0)
+        wrong = torch.cat([~finite[:start], ~nan]).nonzero()
+        return int(wrong[0]) if len(wrong) else None
 
     def measure(self) -> CostCurve:
         """Seconds of a step by its rows, and of a draft; `auto` cuts trees by them."""

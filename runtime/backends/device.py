@@ -3,7 +3,6 @@
 import sys
 from pathlib import Path
 
-from kconvert.layouts.blob import COMMON_FOLDER, rank_folder
 from kconvert.layouts.errors import UnavailableError, UnsupportedError
 from kconvert.runtime.backends.protocol import DTYPES
 from kconvert.runtime.config import ModelConfig
@@ -16,7 +15,13 @@ _ROOM = 2 << 30  # bytes beside weights and cache: work, graphs, the context of 
 
 
 def choose(
-    device: str, dtype: str | None, folder: Path, config: ModelConfig, blobs: Blobs, ranks: Ranks
+    device: str,
+    dtype: str | None,
+    folder: Path,
+    config: ModelConfig,
+    blobs: Blobs,
+    ranks: Ranks,
+    drafter_bytes: int = 0,
 ) -> tuple[str, str]:
     """("cpu" or "cuda", dtype). "auto" is the GPU where there is one that can, and says on stderr
     why not if there is one that cannot; a dtype that is not given follows the device.
@@ -41,7 +46,7 @@ def choose(
             raise UnsupportedError(f"{folder}: {why}; run it with --device cpu.")
         print(f"kconvert: on the CPU, for {why}.", file=sys.stderr)
         return "cpu", dtype or "float32"
-    _check_memory(folder, blobs, ranks)
+    _check_memory(folder, config, blobs, ranks, drafter_bytes)
     return "cuda", "bfloat16"
 
 
@@ -69,6 +74,8 @@ def _refusal(dtype: str | None, config: ModelConfig, blobs: Blobs, ranks: Ranks)
     if not config.norm_topk:
         return "norm_topk_prob is false, which the router's kernel does not do"
     layout = blobs.layout
+    if layout is not None and layout.quantization.scheme != "int":
+        return f"the experts are {layout.quantization.text}, the kernels take INT4"
     group = layout.quantization.group_size if layout is not None else 32
     if group is None:
         return "scales are channelwise, the kernels take groups of 32, 64 or 128"
@@ -85,15 +92,13 @@ def _refusal(dtype: str | None, config: ModelConfig, blobs: Blobs, ranks: Ranks)
     return None
 
 
-def _check_memory(folder: Path, blobs: Blobs, ranks: Ranks) -> None:
-    """Common tensors count whole: some are sliced, some are stacked anew."""
+def _check_memory(
+    folder: Path, config: ModelConfig, blobs: Blobs, ranks: Ranks, drafter_bytes: int
+) -> None:
     import torch
 
-    mine = f"{COMMON_FOLDER}/", f"{rank_folder(ranks.rank, ranks.size)}/"
-    files = blobs.manifest.files.items()
-    needed = _ROOM + sum(
-        entry.bytes for name, entry in files if name.startswith(mine) and "vision" not in name
-    )
+    head = 2 * config.vocabulary * config.hidden // ranks.size if config.tied_head else 0
+    needed = _ROOM + blobs.kept_bytes() + head + drafter_bytes
     free, _ = torch.cuda.mem_get_info()
     if needed > free:
         raise UnavailableError(

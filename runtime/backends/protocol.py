@@ -60,7 +60,8 @@ class ExpertSource(Protocol):
         """All of them in the layout of its blobs, as they lie."""
 
     def codes(self, matrix: Matrix, expert: int) -> Source:
-        """Signed codes int8 [n, k] of the expert of this number."""
+        """Integers int8 [n, k] of the expert of this number, whose products with `scales` are its
+        weights: signed codes, or of MXFP4 twice their values."""
 
     def scales(self, matrix: Matrix, expert: int) -> Source:
         """Their scales [n, groups]."""

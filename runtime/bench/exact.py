@@ -3,16 +3,21 @@
 import json
 import time
 from collections.abc import Sequence
+from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import Any
 
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.manifest import read_manifest
 from kconvert.runtime.backends.protocol import DTYPES
+from kconvert.runtime.bench.agreement import agreement
 from kconvert.runtime.bench.prompts import BUDGETS, Report, configurations
+from kconvert.runtime.bench.texts import NEW, cases, compare, rows_of
 from kconvert.runtime.distributed import team_from_environment
 from kconvert.runtime.engine import Engine
-from kconvert.runtime.smoke import first_difference
+
+LONGEST = {"cpu": 1100, "cuda": 8192}  # tokens of a context, if not given
+_COMPARED = 30  # prompts whose logits are compared with the CPU's
 
 
 def bench_exact(
@@ -24,12 +29,15 @@ def bench_exact(
     temperatures: Sequence[float] = (0.0, 0.8),
     dtypes: Sequence[str] | None = None,
     device: str = "auto",
+    longest: int | None = None,
 ) -> dict[str, Any]:
     """Every mode and budget against `ar`, by the float32 bits of every committed logit.
 
     A row an output, dtype, temperature, mode and budget: tokens compared, and the prompts that
-    differ with their first differing position (there should be none). Every rank compares its own
+    differ with their first differing position (there should be none). Then the same of longer
+    texts, in contexts of up to `longest` tokens (texts.py); 0: none. Every rank compares its own
     logits. Of more processes than an output has ranks each team takes some of the prompts.
+    On a GPU also how near its logits are to the CPU's (agreement.py).
     """
     sizes = sorted({read_manifest(output).tp for output in outputs})
     if len(sizes) > 1:
@@ -48,12 +56,21 @@ def bench_exact(
             engine.checked(prompt, new_tokens)
     rows, device = [], engine.device
     dtypes = dtypes or (DTYPES if device == "cpu" else ("bfloat16",))
+    longest = LONGEST[device] if longest is None else longest
     for output in outputs:
         for dtype in dtypes:
             engine = Engine.open(output, drafter, dtype, team.ranks, device)
             for temperature in temperatures:
                 part = list(enumerate(prompts))[team.index :: team.count]
                 rows += _exact_rows(engine, part, new_tokens, temperature, tell)
+                if longest:
+                    mine = slice(team.index, None, team.count)
+                    rows += _text_rows(engine, prompts, longest, mine, temperature, tell)
+    near = None
+    if device == "cuda":
+        cpu = Engine.open(outputs[-1], None, "bfloat16", team.ranks, "cpu")
+        near = agreement(engine, cpu, prompts[:_COMPARED])
+        tell(json.dumps(near))
     rows = _merged(team.all_gather_object(rows), team.ranks.size)
     return {
         "bench": "exact",
@@ -63,7 +80,9 @@ def bench_exact(
         "date": time.strftime("%Y-%m-%d"),
         "prompts": len(prompts),
         "new_tokens": new_tokens,
+        "longest": longest,
         "exact": not any(row["differ"] for row in rows),
+        "against_cpu": near,
         "rows": rows,
     }
 
@@ -104,12 +123,25 @@ def _exact_rows(
         truth = engine.generate(prompt, new_tokens, **options)
         for row in rows:
             made = engine.generate(prompt, new_tokens, row["mode"], row["budget"], **options)
-            position = first_difference(made, truth, len(prompt))
-            if position is not None:
-                row["differ"][index] = position
-            row["tokens"] += len(made.tokens)
-            row["target_forwards"] += made.target_forwards
-            row["ar_forwards"] += truth.target_forwards
+            compare(engine, row, index, made, truth, len(prompt))
+    for row in rows:
+        report(json.dumps(row))
+    return rows
+
+
+def _text_rows(
+    engine: Engine,
+    prompts: list[list[int]],
+    longest: int,
+    mine: slice,
+    temperature: float,
+    report: Report,
+) -> list[dict[str, Any]]:
+    longest = min(longest, engine.model.config.positions - NEW)
+    text = list(islice(cycle(chain.from_iterable(prompts)), longest))
+    head = {"layout": engine.model.blobs.manifest.layout, "dtype": engine.model.backend.dtype,
+            "temperature": temperature}  # fmt: skip
+    rows = [head | row for row in rows_of(engine, text, cases(engine, longest), mine, temperature)]
     for row in rows:
         report(json.dumps(row))
     return rows

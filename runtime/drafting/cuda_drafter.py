@@ -1,4 +1,5 @@
-"""The DFlash drafter on a GPU: drafting/dflash.py's forward, without a number of the host."""
+"""The DFlash drafter on a GPU: drafting/dflash.py's forward, without a number of the host. Of
+several ranks each has a share of it (sharding.py); all grow the same tree."""
 
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -8,14 +9,14 @@ from torch import Tensor
 
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.runtime.backends.cuda import CudaBackend
+from kconvert.runtime.backends.protocol import Norm
 from kconvert.runtime.drafting.dflash import rope_frequencies, rope_tables
 from kconvert.runtime.drafting.dflash_config import DrafterConfig
+from kconvert.runtime.drafting.sharding import STEP, Share
 from kconvert.runtime.kernels.drafter.launch import HeadShape, attend, heads
 from kconvert.runtime.kernels.rows.launch import add_norm
 from kconvert.runtime.kernels.tree.launch import ACCEPTED, BEFORE, LEVELS, START, TOKEN
 from kconvert.runtime.model import Model
-
-_STEP = 64  # of K in kernels/linear
 
 
 class Layer(NamedTuple):
@@ -34,17 +35,18 @@ class Layer(NamedTuple):
 class CudaDrafter:
     """Weights, and keys and values of the context, whose length the text's state holds."""
 
-    def __init__(self, config: DrafterConfig, weights: dict[str, Tensor], model: Model) -> None:
-        """`weights`: every tensor of `config.shapes()`, bf16. Raises UnsupportedError for sizes
-        that the kernels do not take."""
-        _check(config)
-        self.config, self._model = config, model
+    def __init__(self, share: Share, weights: dict[str, Tensor], model: Model) -> None:
+        """`weights`: this rank's share of every tensor, bf16 on the device; they are taken out.
+        The sizes are those that `check` found no fault with."""
+        # The sizes of this rank's share; widths of rows that all ranks have are as ever.
+        self.config = config = share.config
+        self._share, self._model = share, model
         self._ops: CudaBackend = model.backend  # type: ignore[assignment]
         self._device = self._ops.device
 
         def get(*names: str) -> Tensor:
-            parts = [weights[f"{name}.weight"] for name in names]
-            return torch.cat(parts).to(self._device).contiguous()
+            parts = [weights.pop(f"{name}.weight") for name in names]
+            return torch.cat(parts) if len(parts) > 1 else parts[0]
 
         self._fc, self._hidden_norm, self._norm = get("fc"), get("hidden_norm"), get("norm")
         self._layers = []
@@ -83,8 +85,9 @@ class CudaDrafter:
     def extend(self, features: Tensor, base: Tensor, count: Tensor | None) -> None:
         """Newly committed rows' features bf16 [T, F], of which the first `count` are there, from
         position `base` on; both int32 on the device."""
-        ops, eps = self._ops, self.config.eps
-        _, context = add_norm(ops.linear(features, self._fc), None, self._hidden_norm, eps)
+        ops, mine = self._ops, self._share.features
+        rows = features[:, mine.start : mine.stop].contiguous()
+        _, context = self._add_norm(None, ops.sums(rows, self._fc), self._hidden_norm)
         for layer, cache in zip(self._layers, self._caches, strict=True):
             self._heads(ops.linear(context, layer.kv), base, count, layer, cache, only_keys=True)
 
@@ -99,14 +102,23 @@ class CudaDrafter:
         start, sums = state[START:], None
         x = ops.embed(self._model.weights.embedding, SimpleNamespace(tokens=self._tokens))
         for i, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
-            x, h = add_norm(x, sums, layer.input_norm, c.eps)
+            x, h = self._add_norm(x, sums, layer.input_norm)
             # Behind the context, where the next `extend` writes: nothing of a block stays.
             q = self._heads(ops.linear(h, layer.qkv), start, None, layer, cache)
             values = attend(q, cache, start, c.windows[i], c.causal[i], self._shape)
-            x, h = add_norm(x, ops.sums(values, layer.output)[None], layer.mlp_norm, c.eps)
-            sums = ops.sums(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)[None]
-        _, h = add_norm(x, sums, self._norm, c.eps)
+            x, h = self._add_norm(x, ops.sums(values, layer.output), layer.mlp_norm)
+            sums = ops.sums(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
+        _, h = self._add_norm(x, sums, self._norm)
         return self._model.head(h[1:])
+
+    def _add_norm(
+        self, x: Tensor | None, sums: Tensor | None, weight: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x + what the ranks' sums [T, D] make together, and that normed: bf16 [T, D]."""
+        if self._share.is_part:
+            return self._ops.add_norm(x, sums, Norm(weight, self.config.eps))
+        parts = None if sums is None else sums[None]
+        return add_norm(x, parts, weight, self.config.eps)
 
     def _heads(
         self,
@@ -123,12 +135,13 @@ class CudaDrafter:
         )  # fmt: skip
 
 
-def _check(config: DrafterConfig) -> None:
+def check(config: DrafterConfig) -> None:
+    """Raises UnsupportedError for sizes that the kernels do not take."""
     sizes = (config.hidden, config.features, config.heads * config.head_dim, config.intermediate)
-    if any(size % _STEP for size in sizes) or config.head_dim not in (32, 64, 128):
+    if any(size % STEP for size in sizes) or config.head_dim not in (32, 64, 128):
         raise UnsupportedError(
             f"the drafter's sizes {', '.join(map(str, sizes))} and head_dim {config.head_dim}: the"
-            f" GPU's kernels take multiples of {_STEP} and 32, 64 or 128; use --device cpu."
+            f" GPU's kernels take multiples of {STEP} and 32, 64 or 128; use --device cpu."
         )
     if config.block - 1 > LEVELS:
         raise UnsupportedError(

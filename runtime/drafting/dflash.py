@@ -190,17 +190,19 @@ def read_weights(
     target: TargetDims,
     dtype: torch.dtype,
     device: str | torch.device,
+    cut: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """Every tensor of `config.shapes()`. Raises what `Drafter.open` does."""
+    """Every tensor of `config.shapes()`, or what `cut` keeps of each: one at a time is whole in
+    host memory. Raises what `Drafter.open` does."""
     config.check_target(target)
     checkpoint = read_checkpoint(folder)
     _check_tensors(folder, checkpoint, config.shapes())
     weights: dict[str, Tensor] = {}
     for shard in checkpoint.shards:
-        with safe_open(folder / shard, "pt", device=str(device)) as file:
+        with safe_open(folder / shard, "pt") as file:
             for name, tensor in checkpoint.tensors.items():
                 if tensor.shard == shard:
-                    weights[name] = file.get_tensor(name).to(dtype)
+                    weights[name] = cut(name, file.get_tensor(name)).to(device, dtype)
     return weights
 
 

@@ -2,16 +2,25 @@
 
 import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import STACKED
+from kconvert.layouts.families.deepseek_v3 import DeepSeekV3
+from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import RankSlice
+from kconvert.layouts.stored.output import Blob, Output
+from kconvert.layouts.stored.slicing import (
+    cut_axis,
+    pieces,
+    refuse_uncuttable,
+    spans,
+    target_shape,
+)
 from kconvert.layouts.w4a16 import W4A16
-from kconvert.runtime.plugins.filling import Filler, Transfer
-from kconvert.runtime.plugins.output import Blob, Output
-from kconvert.runtime.plugins.slicing import cut_axis, pieces, spans, target_shape
+from kconvert.runtime.filling.filler import Filler, Transfer
 
 OPTION = "kconvert_digests"  # in an engine's extra config: false leaves digests unchecked
 LOADED = (
@@ -22,6 +31,18 @@ _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:vision_tower|mm_projector|multi_modal_projector)\.")
 _TORCH = {"I32": "torch.int32", "BF16": "torch.bfloat16", "F16": "torch.float16",
           "F32": "torch.float32"}  # fmt: skip
+
+
+def open_output(folder: Path) -> Output:
+    """The output in `folder`; UnsupportedError where its experts cannot be filled in here."""
+    output = Output(folder)
+    q, family = output.dims.quantization, output.family
+    if not isinstance(family, DeepSeekV3) or q != Quantization(q.group_size):
+        raise UnsupportedError(
+            f"{folder} is {type(family).__name__} with experts in {q.text}: engines are filled with"
+            " DeepSeek-V3-style models in symmetric INT4 alone; give the engine the checkpoint."
+        )
+    return output
 
 
 class ExpertLayer(NamedTuple):
@@ -126,9 +147,15 @@ def fill(
     be cut as it does, CheckpointError and OutputError where a blob is missing or foreign.
     """
     dims, wanted = output.dims, layer.wanted
+    if dims.quantization != Quantization(dims.quantization.group_size):
+        raise UnsupportedError(
+            f"{output.folder} holds {dims.quantization.text}: this plugin fills an engine with"
+            " symmetric INT4 alone; serve the checkpoint itself."
+        )
+    refuse_uncuttable(dims, output.layout, output.stored, wanted)
     parts = [
         (piece, output.experts(layer.number, piece.rank))
-        for piece in pieces(dims, output.layout, output.stored, wanted)
+        for piece in pieces(dims, output.stored, wanted)
     ]
     for tensor in STACKED:
         parameter = layer.parameters[tensor.name]
@@ -157,9 +184,7 @@ def fill(
                     tensor, dims.quantization, axis, entry.shape, piece.all_rows, wanted
                 )
                 target = place(tensor.name, shape)
-            found = tuple(
-                spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
-            )
+            found = spans(tensor, dims.quantization, piece, entry.shape[axis], len(wanted.rows))
             if found:
                 filler.add(
                     Transfer(

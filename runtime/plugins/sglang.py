@@ -23,8 +23,9 @@ from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import RankSlice
+from kconvert.layouts.stored.output import Blob, Output, is_output
+from kconvert.runtime.filling.filler import Filler
 from kconvert.runtime.plugins.device import data_of, fill_shapes, memory_of, place
-from kconvert.runtime.plugins.filling import Filler
 from kconvert.runtime.plugins.loading import (
     LOADED,
     ExpertLayer,
@@ -32,9 +33,9 @@ from kconvert.runtime.plugins.loading import (
     common_blobs,
     experts_of,
     fill,
+    open_output,
     take_option,
 )
-from kconvert.runtime.plugins.output import Blob, Output, is_output
 
 _log = logging.getLogger(f"sglang.{__name__}")
 _SCHEME = "CompressedTensorsWNA16MoE"  # Marlin's; its subclasses are other backends'
@@ -111,7 +112,7 @@ class KconvertLoader(DefaultModelLoader):
 
     def _get_all_weights(self, model_config: Any, model: torch.nn.Module) -> Iterator[Any]:
         """Called by load_model, before load_weights_and_postprocess."""
-        output = Output(Path(model_config.model_path))
+        output = open_output(Path(model_config.model_path))
         _refuse_options()
         if not self._check:
             _log.warning("kconvert: digests are not checked; damaged blobs would go unnoticed.")

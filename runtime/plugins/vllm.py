@@ -26,8 +26,9 @@ from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import RankSlice
+from kconvert.layouts.stored.output import Blob, Output, is_output
+from kconvert.runtime.filling.filler import Filler
 from kconvert.runtime.plugins.device import data_of, fill_shapes, memory_of, place
-from kconvert.runtime.plugins.filling import Filler
 from kconvert.runtime.plugins.loading import (
     LOADED,
     ExpertLayer,
@@ -35,9 +36,9 @@ from kconvert.runtime.plugins.loading import (
     common_blobs,
     experts_of,
     fill,
+    open_output,
     take_option,
 )
-from kconvert.runtime.plugins.output import Blob, Output, is_output
 
 _log = init_logger(f"vllm.{__name__}")  # vLLM shows loggers below its own
 _REPACK = "convert_to_wna16_moe_kernel_format"
@@ -70,7 +71,7 @@ class KconvertLoader(DefaultModelLoader):
             _log.info("kconvert: %s is no converted folder; vLLM's own loader reads it.", folder)
             self._default.load_weights(model, model_config)
             return
-        output, begin = Output(folder), time.perf_counter()
+        output, begin = open_output(folder), time.perf_counter()
         _refuse_options()
         layers = {
             name: module

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -53,7 +54,7 @@ def test_a_fault_in_a_worker_is_the_runs(forked, mini: Path, tmp_path: Path) -> 
 
 
 def test_an_error_of_the_system_keeps_its_kind(forked, tmp_path: Path, monkeypatch) -> None:
-    def full(self, tensors, index, data):
+    def full(self, index, packed):
         raise OSError(28, "No space left on device", "a/b")
 
     monkeypatch.setattr(StagedFile, "write_expert", full)
@@ -63,11 +64,10 @@ def test_an_error_of_the_system_keeps_its_kind(forked, tmp_path: Path, monkeypat
 
 
 def test_a_worker_that_is_killed(forked, tmp_path: Path, monkeypatch, kconvert) -> None:
-    def killed(self, tensor, at, data):
-        if tensor.experts:
-            os.kill(os.getpid(), signal.SIGKILL)
+    def killed(self, index, packed):
+        os.kill(os.getpid(), signal.SIGKILL)
 
-    monkeypatch.setattr(StagedFile, "_write", killed)
+    monkeypatch.setattr(StagedFile, "write_expert", killed)
     with pytest.raises(UnavailableError, match="a worker process ended before its work was done"):
         convert(KIMI_MINI, tmp_path / "out", workers=2)
     assert not list((tmp_path / "out/.kconvert").glob("*.partial"))
@@ -87,8 +87,8 @@ def test_an_interrupt_reaches_all(sign: signal.Signals, tmp_path: Path) -> None:
         "from kconvert.convert.output import writer\n"
         "crew.WORTH_PROCESSES = 0\n"
         "real = writer.StagedFile.write_expert\n"
-        "def write(self, tensors, index, data):\n"
-        "    time.sleep(0.08); return real(self, tensors, index, data)\n"
+        "def write(self, *a):\n"
+        "    time.sleep(0.08); return real(self, *a)\n"
         "writer.StagedFile.write_expert = write\n"
         f"sys.argv = ['kconvert', 'convert', {str(KIMI_MINI)!r}, {str(out)!r}, '--tp', '2',"
         " '--workers', '3']\n"
@@ -130,7 +130,7 @@ def test_shards_are_given_up_with_their_jobs(tmp_path: Path) -> None:
             staged[file.path].write_bytes(bytes(file.nbytes))
     from kconvert.convert.progress import Recorder
 
-    worker = crew.Worker(prepared.plan, Recorder())
+    worker = crew.Worker(prepared.plan, Recorder(), crew._turns(prepared.plan, threading.Lock))
 
     def begin(index: int) -> None:
         job = prepared.plan.jobs[index]

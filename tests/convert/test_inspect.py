@@ -10,6 +10,7 @@ from kit import KIMI_MINI, change_json
 from kconvert.convert import convert
 from kconvert.convert.inspect import DRAFTER, inspect
 from kconvert.convert.synth.write import synth
+from kconvert.layouts.checkpoint import read_checkpoint
 from kconvert.runtime.drafting.dflash_config import ARCHITECTURE
 
 TINY = Path(__file__).parents[1] / "tiny_kimi"
@@ -98,3 +99,30 @@ def test_what_is_nothing_known(out: Path, tmp_path: Path, kconvert) -> None:
         assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
         assert words in outcome.err
     assert kconvert("inspect", "").code == 2
+
+
+def test_whether_and_for_what_it_can_be_converted(tmp_path: Path) -> None:
+    facts = inspect(KIMI_MINI)
+    assert facts["can_be_converted"] == (
+        "as marlin with --tp 1, 2, 4, 8 (--ep 2, 4, 8), 16 (--ep 4, 8), 32 (--ep 8);"
+        " as w4a16 with --tp 1, 2, 4, 8, 16 (--ep 2, 4, 8), 32 (--ep 4, 8)"
+    )
+    convert(KIMI_MINI, tmp_path / "out")
+    assert inspect(tmp_path / "out")["can_be_resharded"] == facts["can_be_converted"]
+    shapes = facts["sizes"]["expert_companion_bytes"]
+    assert shapes == 2 * 8 * 3 * 8  # of two layers weight_shape, [2] int32
+    tensors = read_checkpoint(KIMI_MINI).tensors.values()
+    assert sum(facts["sizes"].values()) == sum(tensor.nbytes for tensor in tensors)
+
+
+def test_tensors_by_a_pattern(tmp_path: Path, kconvert) -> None:
+    (found,) = inspect(KIMI_MINI, "*layers.1.mlp.gate.weight")["tensors_found"].values()
+    assert found["dtype"] == "BF16" and found["shape"] == [8, 256]
+    assert found["file"] == "model-00002-of-000006.safetensors"
+    convert(KIMI_MINI, tmp_path / "out", tp=2)
+    stacked = inspect(tmp_path / "out", "*layers.1.*w13_weight_packed")["tensors_found"]
+    assert {entry["file"] for entry in stacked.values()} == {
+        f"rank-0000{rank}-of-00002/layer-00001.safetensors" for rank in range(2)
+    }
+    assert kconvert("inspect", KIMI_MINI, "--tensors", "nothing").code == 0
+    assert inspect(KIMI_MINI / "model-00006-of-000006.safetensors", "*")["tensors_found"]

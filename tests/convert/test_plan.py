@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 from kit import KIMI_MINI
 
-from kconvert.convert.plan import Target, check_accounts, make_plan
+from kconvert.convert.accounts import check_accounts
+from kconvert.convert.plan import Target, make_plan
 from kconvert.convert.prepare import Options, prepare
 from kconvert.convert.source.local import open_local
 from kconvert.convert.synth.presets import PRESETS, shards
-from kconvert.convert.synth.write import file_order, shard_bytes, shard_header, synth
+from kconvert.convert.synth.write import shard_bytes, synth
 from kconvert.layouts.blob import PAGE, encode_header
 from kconvert.layouts.errors import KconvertError
+from kconvert.layouts.header import file_order, shard_header
 from kconvert.layouts.model import read_model
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism

@@ -328,10 +328,19 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
         in_weights(strategy="channel", group_size=None), ["weight_scale", "8 scales", "1 expected"],
     ),
     "odd group size": (in_weights(group_size=48), ["group_size is 48"]),
-    "8 bit": (in_weights(num_bits=8), ["num_bits is 8"]),
+    "8 bit that is not": (in_weights(num_bits=8), [SHARD, GATE, "[256, 64]", "[256, 32]"]),
+    "8 bit with zero points": (
+        in_weights(num_bits=8, symmetric=False), ["8 bit with zero points", "asymmetric 4 bit can"],
+    ),
     "6 bit": (in_weights(num_bits=6), ["num_bits is 6"]),
     "floats": (in_weights(type="float"), ['type is "float"']),
-    "asymmetric": (in_weights(symmetric=False), ["symmetric is false"]),
+    "asymmetric without zero points": (
+        in_weights(symmetric=False), ["gate_proj.weight_zero_point is in no shard"],
+    ),
+    "zero points that config.json does not tell of": (
+        added(f"{EXPERT0}gate_proj.weight_zero_point", Tensor("I32", (32, 8), bytes(1024))),
+        ["weight_zero_point", "does not tell of"],
+    ),
     "act-order by group": (in_weights(actorder="group"), ['actorder is "group"']),
     "dynamic": (in_weights(dynamic=True), ["dynamic is true"]),
     "block strategy": (in_weights(strategy="block"), ['strategy is "block"']),
@@ -341,10 +350,37 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     "unknown field": (
         in_quantization(lambda t: t.update(rotation="hadamard")), ["rotation", "not a field"],
     ),
-    "MXFP4 by format": (
-        in_quantization(lambda t: t.update(format="mxfp4-pack-quantized")), ["MXFP4"],
+    "MXFP4 of integers": (
+        in_quantization(lambda t: t.update(format="mxfp4-pack-quantized")), ['type is "int"'],
     ),
-    "MXFP4 by method": (in_quantization(lambda t: t.update(quant_method="mxfp4")), ["MXFP4"]),
+    "gpt-oss's MXFP4 with another's fields": (
+        in_quantization(lambda t: t.update(quant_method="mxfp4")), ["config_groups is not a field"],
+    ),
+    "gpt-oss's MXFP4 of another family": (
+        in_text(quantization_config={"quant_method": "mxfp4"}), ["gpt-oss's", "mxfp4-pack-quant"],
+    ),
+    "GPTQ of two widths": (
+        in_text(quantization_config={
+            "quant_method": "gptq", "bits": 4, "group_size": 32, "dynamic": {"+:x": {"bits": 8}},
+        }),
+        ["mixed widths", "one width for all experts can"],
+    ),
+    "GPTQ with act-order": (
+        in_text(quantization_config={
+            "quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True,
+        }),
+        ["desc_act is true", "act-order"],
+    ),
+    "NVFP4": (
+        in_quantization(lambda t: t.update(format="nvfp4-pack-quantized")),
+        ["NVFP4", "common to all experts", "MXFP4 or INT4 can"],
+    ),
+    "NVFP4 by method": (
+        in_quantization(lambda t: t.update(quant_method="modelopt", quant_algo="NVFP4")), ["NVFP4"],
+    ),
+    "AWQ": (
+        in_quantization(lambda t: t.update(quant_method="awq")), ["AWQ", "GPTQ", "pack-quantized"],
+    ),
     "fp8": (in_quantization(lambda t: t.update(quant_method="fp8")), ["quant_method is 'fp8'"]),
     "another format": (
         in_quantization(lambda t: t.update(format="int-quantized")), ["'int-quantized'"],

@@ -75,8 +75,7 @@ def test_kimi_mini_has_the_samples_headers() -> None:
     from kit import KIMI_MINI
 
     from kconvert.convert.synth.presets import PRESETS, shards
-    from kconvert.convert.synth.write import file_order, shard_header
-    from kconvert.layouts.header import read_header
+    from kconvert.layouts.header import file_order, read_header, shard_header
 
     preset = PRESETS["kimi-mini"]
     assert json.loads((KIMI_MINI / "config.json").read_text()) == preset.config

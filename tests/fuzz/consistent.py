@@ -72,6 +72,42 @@ def change_config(raw: bytes, rng: Random) -> bytes:
     return hostile.encode(config)
 
 
+def change_other_config(raw: bytes, rng: Random) -> bytes:
+    """A config.json of any family and format: its values by those of others, or by anything."""
+    if rng.random() < 0.3:
+        return hostile.change_text(raw, rng)
+    config = json.loads(raw)
+    table = config["quantization_config"]
+    for _ in range(rng.choice((1, 1, 2, 3))):
+        kind = rng.randrange(4)
+        if kind == 0:
+            key = rng.choice(list(_OTHER_FIELDS))
+            table[key] = rng.choice((*_OTHER_FIELDS[key], hostile.value(rng)))
+        elif kind == 1 and isinstance(table.get("config_groups"), dict):
+            group = next(iter(table["config_groups"].values()), None)
+            if isinstance(group, dict) and isinstance(group.get("weights"), dict):
+                key = rng.choice(list(_FIELDS))
+                group["weights"][key] = rng.choice((*_FIELDS[key], hostile.value(rng)))
+        elif kind == 2:
+            config[rng.choice(list(config))] = rng.choice((
+                hostile.value(rng), *hostile.NUMBERS, [0], [1], ["MixtralForCausalLM"], "gpt_oss",
+                "unheard_of",
+            ))  # fmt: skip
+            table = {}
+        else:
+            hostile.change_json(table or config, rng)
+    return hostile.encode(config)
+
+
+_OTHER_FIELDS = {
+    "bits": (4, 8, 3), "group_size": (32, 64, 128, -1, 0), "sym": (True, False),
+    "desc_act": (True, False), "checkpoint_format": ("gptq", "gptq_v2", "marlin"),
+    "quant_method": ("gptq", "compressed-tensors", "mxfp4", "awq"),
+    "dynamic": ({}, {"+:x": {"a": 1}}), "meta": ({"quantizer": "x"}, []),
+    "format": ("pack-quantized", "mxfp4-pack-quantized"),
+}  # fmt: skip
+
+
 def _quantization(table: Table, rng: Random) -> None:
     group = table["config_groups"]["group_0"]
     kind = rng.randrange(6)

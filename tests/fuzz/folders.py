@@ -9,6 +9,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+from formats_kit import CHECKPOINTS, FORMATS
 from fuzz import headers, hostile
 from kit import KIMI_MINI
 
@@ -95,6 +96,9 @@ class World:
         small = {name: read(KIMI_MINI)[name] for name in (CONFIG, "generation_config.json")}
         drafter = (TINY / "drafter" / CONFIG).read_bytes()
         tokens = {n: (TINY / "model" / n).read_bytes() for n in ("tiktoken.model", TOKENIZER)}
+        self.others = [  # formats and families beside kimi-mini's
+            Folder(root / name, read(FORMATS / name, sparse=True)) for name in CHECKPOINTS
+        ]
         self.source = Folder(root / "source", read(KIMI_MINI, sparse=True))
         self.output = Folder(root / "output", read(root / "made"))
         self.model = Folder(root / "model", small)
@@ -106,6 +110,7 @@ class World:
         self.heads = self._heads()
         self.folders = (
             self.source, self.output, self.model, self.drafter, self.tokenizer, self.loose,
+            *self.others,
         )  # fmt: skip
 
     def restore(self) -> None:

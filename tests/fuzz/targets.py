@@ -123,6 +123,28 @@ def source(world: World, rng: Random) -> list[str]:
     return []
 
 
+def other_formats(world: World, rng: Random) -> list[str]:
+    """A checkpoint of another format or family: `convert --dry-run` and `inspect` of it."""
+    folder = rng.choice(world.others)
+    kind = rng.randrange(6)
+    if kind <= 3:
+        _change_file(folder, CONFIG, rng, consistent.change_other_config)
+    elif kind == 4:
+        name = next(name for name in folder.files if name.endswith(".safetensors"))
+        put_header(folder, name, lambda head, size: headers.change(head, size, rng))
+    if rng.random() < 0.2:
+        _shown(text.inspection_text(inspect.inspect(folder.root)))
+        return []
+    options = Options(
+        layout=rng.choice(("marlin", "w4a16")),
+        tp=rng.choice((1, 2, 4)),
+        scale_dtype=rng.choice((None, None, "bfloat16")),
+    )
+    prepared = prepare.prepare(folder.root, world.nowhere, options)
+    _shown(text.plan_text(text.plan_table(prepared)))
+    return []
+
+
 def output(world: World, rng: Random) -> list[str]:
     """A conversion onto a changed output."""
     _change_output(world, rng)
@@ -213,7 +235,8 @@ def _differs(folder: Folder, name: str) -> bool:
 # Names and shares of the cases.
 TARGETS: dict[str, tuple[Target, float]] = {
     "header": (a_header, 40),
-    "source": (source, 25),
+    "source": (source, 20),
+    "other formats": (other_formats, 5),
     "model config": (model_config, 12),
     "drafter config": (drafter, 7),
     "output": (output, 6),

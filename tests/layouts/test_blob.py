@@ -93,7 +93,7 @@ def test_what_this_version_does_not_know_is_refused(change: dict, words: str, ou
 
 def test_another_quantization_is_refused_when_it_is_read(out: Path) -> None:
     _, info = read_blob(out / RANK)
-    for change in ({"scheme": "mxfp4"}, {"codebook": 3}):
+    for change in ({"scheme": "nvfp4"}, {"codebook": 3}):
         other = replace(info.sharding, quantization=info.sharding.quantization | change)
         with pytest.raises(OutputError, match="quantization is"):
             other.read_quantization()

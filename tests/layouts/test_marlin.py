@@ -13,6 +13,7 @@ from safetensors import safe_open
 from kconvert.layouts import marlin
 from kconvert.layouts.marlin import Marlin
 from kconvert.layouts.quantization import Quantization
+from kconvert.layouts.reader import NUMPY_BITS
 from kconvert.layouts.w4a16 import W4A16
 
 CASES = json.loads((DATA / "marlin_cases.json").read_text())
@@ -146,3 +147,49 @@ def test_other_arrays_are_refused() -> None:
 def test_a_cut_tile_is_refused(rows: int, words: int, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         marlin.pack_weight(np.zeros((rows, words), np.int32))
+
+
+@pytest.mark.parametrize("groups", [1, 2, 7, 8, 9, 12, 40])
+@pytest.mark.parametrize("kind", ["U8", "BF16", "F32"])
+def test_scales_of_any_number_of_groups(kind: str, groups: int) -> None:
+    """A slice of them, as a later part of a fused matrix: each where the formula says."""
+    scheme, dtype = ("mxfp4", np.uint8) if kind == "U8" else ("int", NUMPY_BITS[kind])
+    layout = Marlin(Quantization(32, scheme=scheme))
+    source = np.random.default_rng(groups).integers(0, 250, (256, 50)).astype(dtype)
+    out = np.zeros((groups, 192), dtype)
+    rows, columns = range(64, 192), range(32 * 5, 32 * (5 + groups))
+    layout.pack_into("scale", source, rows, columns, out, 64)
+    n = np.arange(128)
+    i = n % 64 // 8
+    if scheme == "mxfp4":
+        place = 64 * (n // 64) + 8 * (n % 8) + 4 * (i // 4) + 2 * (i % 2) + i // 2 % 2
+    elif groups > 1:
+        place = 64 * (n // 64) + 8 * (n % 8) + i
+    else:
+        place = 32 * (n // 32) + 8 * (n % 8 // 2) + 2 * (n % 32 // 8) + n % 2
+    assert np.array_equal(out[:, 64 + place], source[64:192, 5 : 5 + groups].T)
+    assert not out[:, :64].any()
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 4), st.integers(1, 40), st.integers(0, 1 << 32))
+def test_eight_bits_are_the_formula(tiles_n: int, tiles_k: int, seed: int) -> None:
+    source = random_words(seed, 64 * tiles_n, 4 * tiles_k)
+    packed = marlin.pack_weight(source, 8)
+    rows, columns = 64 * tiles_n, 16 * tiles_k
+    n, k = np.meshgrid(np.arange(rows), np.arange(columns), indexing="ij")
+    word = k // 16 * 4 * rows + 256 * (n // 64) + 32 * (n % 8) + 8 * (k % 8 // 2)
+    word += 2 * (n // 16 % 4) + n // 8 % 2
+    byte = k // 8 % 2 + 2 * (k % 2)
+    assert np.array_equal(packed.view(np.uint8).reshape(-1)[4 * word + byte], source.view(np.uint8))
+    assert np.array_equal(marlin.unpack_weight(packed, 8), source)
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 16), (64, 128), (128, 144), (192, 368), (256, 1024)])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_quick_way_back_is_the_proof_s(n: int, k: int, bits: int) -> None:
+    layout = marlin.Marlin(Quantization(32, bits))
+    packed = np.random.default_rng(n + k).integers(
+        -(1 << 31), 1 << 31, layout.shape("code", n, k), np.int64
+    ).astype(np.int32)  # fmt: skip
+    assert np.array_equal(layout.restore("code", packed), layout.unpack("code", packed))

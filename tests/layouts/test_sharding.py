@@ -3,13 +3,17 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from kit import KIMI_MINI
 
+from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.families.deepseek_v3 import Location, locate
-from kconvert.layouts.formats.compressed_tensors import Quantization
+from kconvert.layouts.families.family import Location
+from kconvert.layouts.families.known import read_family
+from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
 
 LAYER = "language_model.model.layers."
+locate = read_family(read_json(KIMI_MINI / "config.json")).locate
 
 
 @given(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from kit import KIMI_MINI, torchrun
 
 from kconvert.convert import convert
@@ -89,6 +90,28 @@ def test_a_rank_left_alone(monkeypatch) -> None:
     monkeypatch.setattr("torch.distributed.all_gather", broken)
     with pytest.raises(UnavailableError, match="another rank has ended"):
         ranks.Ranks(0, 2).all_reduce(np.zeros((1, 2), np.float32))
+
+
+def test_errors_of_a_step_on_gpus_are_sentences(monkeypatch) -> None:
+    """Of one rank alone an error of CUDA's is a fault of ours, and stays what it is."""
+    left: list[bool] = []
+    monkeypatch.setattr(ranks, "leave_at_exit", lambda: left.append(True))
+
+    def rounds(error: Exception):
+        yield 1
+        raise error
+
+    made = ranks.Ranks(0, 2, gpus=object()).steps(rounds(RuntimeError("CUDA error: fault\nat")))
+    assert next(made) == 1
+    with pytest.raises(UnavailableError, match=r"^a step of 2 ranks failed \(CUDA error: fault\)"):
+        next(made)
+    assert left == [True]
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        list(ranks.Ranks().steps(rounds(RuntimeError("CUDA error: fault"))))
+    full = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+    with pytest.raises(UnavailableError, match="the GPU's memory is used up"):
+        list(ranks.Ranks().steps(rounds(full)))
+    assert left == [True]
 
 
 @pytest.mark.parametrize(

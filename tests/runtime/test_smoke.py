@@ -10,7 +10,7 @@ import pytest
 from kit import KIMI_MINI, change_json
 
 from kconvert.convert import convert
-from kconvert.convert.cli import main as cli
+from kconvert.convert.cli import smoke_generate as cli
 from kconvert.runtime import smoke
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.tokenizer import Tokenizer

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from kit import KIMI_MINI, change_json, copy_mini, load, tree, write
+from kit import KIMI_MINI, change_json, copy_mini, flip, flip_byte, load, tree, write
 
 from kconvert.convert import convert
 from kconvert.layouts.blob import read_blob
@@ -26,22 +26,6 @@ AGAIN = "delete the file and run the same `kconvert convert` command again"
 def blobs(request, mini, tmp_path: Path) -> Path:
     """A copy to be damaged; of marlin, if not asked for another."""
     return Path(shutil.copytree(mini[getattr(request, "param", "marlin")], tmp_path / "out"))
-
-
-def flip(path: Path, name: str, expert: int | None = None) -> str:
-    """Change one bit of a tensor or of a local expert in the middle; the tensor's whole name."""
-    header, _ = read_blob(path)
-    full = next(full for full in header.tensors if full.endswith(name))
-    tensor = header.tensors[full]
-    size = tensor.nbytes // (tensor.shape[0] if expert is not None else 1)
-    flip_byte(path, tensor.start + size * (expert or 0) + size // 2)
-    return full
-
-
-def flip_byte(path: Path, at: int) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[at] ^= 1
-    path.write_bytes(raw)
 
 
 @pytest.mark.parametrize("blobs", ["marlin", "w4a16"], indirect=True)

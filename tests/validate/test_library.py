@@ -9,6 +9,7 @@ import numpy as np
 from kit import KIMI_MINI
 
 from kconvert.convert import convert
+from kconvert.layouts.quantization import Quantization
 from kconvert.validate import library
 
 
@@ -26,6 +27,6 @@ def test_no_torch_without_a_source(tmp_path: Path) -> None:
 def test_it_says_what_it_waits_for(monkeypatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(library, "said_if_slow", lambda text: said.append(text) or nullcontext())
-    codes = library.library_codes(np.array([[0x76543210]], np.int32))
+    codes = library.library_codes(Quantization(32), np.array([[0x76543210]], np.int32))
     assert codes.tolist() == [[-8, -7, -6, -5, -4, -3, -2, -1]]
     assert said == ["loading compressed-tensors and torch, which decode the source's codes too"]

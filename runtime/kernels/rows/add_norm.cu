@@ -9,15 +9,16 @@
 #include "rows/exchange.cuh"
 #include "rows/reduce.cuh"
 
-constexpr int kThreads = 256;
+// A group of 8 values a thread, for the largest sizes more: latency counts, there are few rows.
+constexpr int kThreads = SIZE / 8 >= 1024 ? 1024 : (SIZE / 8 + 31) / 32 * 32;
 constexpr int kEach = (SIZE / 8 + kThreads - 1) / kThreads;  // groups of 8 values a thread
 
 // x       bf16 [rows, SIZE] or null: nothing is added to
 // sums    fp32 [ranks, rows, SIZE];  ranks 0: none. With peers fp32 [rows, SIZE], this rank's
 // peers   null, or each rank's memory, exchange.cuh, for `most` rows;  epochs u32 [most]
 // weight  bf16 [SIZE];  total, normed bf16 [rows, SIZE], total null where ranks is 0
-// grid rows x 256
-extern "C" __global__ void __launch_bounds__(kThreads, 1)
+// grid rows x kThreads
+extern "C" __global__ void __launch_bounds__(kThreads)
     rows_add_norm(const u16* x, const float* sums, int ranks, const u16* weight, float epsilon,
                   u16* total, u16* normed, const u64* peers, int rank, int most, u32* epochs) {
   let_next_start();

@@ -47,7 +47,7 @@ def add_norm(
     normed = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
     total = None if sums is None else torch.empty_like(normed)
     launch(
-        "rows/add_norm", {"SIZE": shape[1]}, (shape[0],), 256,
+        "rows/add_norm", {"SIZE": shape[1]}, (shape[0],), min(1024, -(-shape[1] // 256) * 32),
         (x, sums, ranks, weight, epsilon, total, normed,
          *((peers.memory, peers.rank, peers.most, peers.epochs) if peers else (None, 0, 0, None))),
     )  # fmt: skip

@@ -40,7 +40,7 @@ __shared__ double node_logprob[NODES + 1];
 __shared__ int tree_size, wrong_draft;
 
 // The lists of a level into one, normalised. All warps call it.
-__device__ void merge_levels(const u64* keys, const double* sums, int chunks) {
+__device__ void merge_levels(const u64* keys, const double* sums, int chunks, int width) {
   const int lane = threadIdx.x & 31, level = (threadIdx.x >> 5) / kWarps;
   const double none = -__longlong_as_double(0x7ff0000000000000ll);
   auto list_at = [&](int list) {
@@ -50,7 +50,8 @@ __device__ void merge_levels(const u64* keys, const double* sums, int chunks) {
   for (int list = (threadIdx.x >> 5) % kWarps; list < CHUNKS; list += kWarps) {
     const u64* from = keys + list_at(list) * 64;
     const u64 run[2] = {from[lane], from[32 + lane]};
-    keep_greatest(best, run);
+    const u64 least = __shfl_sync(~0u, width > 32 ? best[1] : best[0], (width - 1) & 31);
+    if (__shfl_sync(~0u, run[0], 0) > least) keep_greatest(best, run);
   }
   merge_warps<kWarps>(runs, best);
   if ((threadIdx.x >> 5) % kWarps) return;
@@ -138,19 +139,31 @@ __device__ void grow(int levels, int width, int budget, int seeds) {
       continue;
     }
     u64 least = open[0];
+    int slot = 0;
+    bool twice = false;
 #pragma unroll
-    for (int i = 1; i < kSlots; ++i) least = lesser(least, open[i]);
+    for (int i = 1; i < kSlots; ++i) {
+      twice = open[i] < least ? false : twice || open[i] == least;
+      if (open[i] < least) least = open[i], slot = i;
+    }
     const u32 high = __reduce_min_sync(~0u, (u32)(least >> 32));
     const u32 low = __reduce_min_sync(~0u, (u32)(least >> 32) == high ? (u32)least : ~0u);
+    const bool has_it = least == ((u64)high << 32 | low);
     least = (u64)high << 32 | low;
     if (least == ~0ull) break;
+    const u32 holders = __ballot_sync(~0u, has_it);
+    if (!(holders & (holders - 1)) && !__any_sync(~0u, has_it && twice)) {
+      const int lane_of_it = __ffs(holders) - 1;
+      best = __shfl_sync(~0u, slot, lane_of_it) * 32 + lane_of_it;
+      continue;
+    }
     best = kCandidates;
     for (int i = 0; i < kSlots; ++i) {
       u64 mine = ~0ull;
 #pragma unroll
       for (int j = 0; j < kSlots; ++j)
         if (i == j) mine = open[j];
-      // Equal costs, seldom more than one: the least path.
+      // Equal costs: the least path.
       for (u32 equal = __ballot_sync(~0u, mine == least); equal; equal &= equal - 1) {
         const int c = i * 32 + __ffs(equal) - 1;
         if (best == kCandidates || before(0.0, paths[c], 0.0, paths[best])) best = c;
@@ -196,7 +209,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int warp = threadIdx.x >> 5;
   if (threadIdx.x == 0) wrong_draft = 0;
   __syncthreads();
-  if (budget > 0) merge_levels(keys, sums, chunks);
+  if (budget > 0) merge_levels(keys, sums, chunks, max(1, min(width, NODES)));
   __syncthreads();
   if (warp == 0) {
     if (budget > 0) {

@@ -9,9 +9,9 @@ from kconvert.convert.cli import text
 
 def conversion(nbytes: int, busy: float) -> str:
     table: dict[str, Any] = {
-        "output": "out", "files_written": 1, "bytes_written": nbytes, "files_kept": 0, "repo": None,
-        "commit": None, "share": None, "complete": True, "seconds": 10.0, "ignored": [],
-        "warnings": [], "verified": True,
+        "output": "out", "files_written": 1, "bytes_written": nbytes, "files_linked": 0,
+        "files_kept": 0, "repo": None, "commit": None, "share": None, "complete": True,
+        "seconds": 10.0, "ignored": [], "warnings": [], "verified": True,
         "replaced": {}, "trusted": [], "foreign": [], "left_out": [],
         "stages": {"write": {"nbytes": nbytes, "busy": busy}},
     }  # fmt: skip

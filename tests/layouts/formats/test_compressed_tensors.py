@@ -8,7 +8,7 @@ import pytest
 from kit import KIMI_MINI
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.formats.compressed_tensors import find_quantization_config, read_quantization
+from kconvert.layouts.formats.known import find_quantization_config, read_format
 from kconvert.layouts.quantization import Quantization
 
 CONFIG = json.loads((KIMI_MINI / "config.json").read_text())
@@ -21,7 +21,7 @@ DENSE = {
 def read_with(key: str, value: Any) -> Quantization:
     config = copy.deepcopy(CONFIG)
     find_quantization_config(config)[key] = value
-    return read_quantization(config)
+    return read_format(config).quantization
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.cuda_drafter import CudaDrafter
 from kconvert.runtime.drafting.dflash import read_weights
 from kconvert.runtime.drafting.dflash_config import DrafterConfig, TargetDims
+from kconvert.runtime.drafting.sharding import share_of
 from kconvert.runtime.kernels.attention import launch as attention
 from kconvert.runtime.kernels.drafter import launch as drafter_launch
 from kconvert.runtime.kernels.gpu import Gpu
@@ -69,8 +70,9 @@ def recorded(blobs: Path, drafter: Path, arch: str, ranks: int, monkeypatch: Any
     model = Model(config, Blobs(blobs, here), CudaBackend(config, here, device))
     kind = DrafterConfig.read(drafter)
     target = TargetDims(config.hidden, config.vocabulary, config.layers)
-    weights = read_weights(drafter, kind, target, torch.bfloat16, "cpu")
-    decoder = CudaDecoder(model, CudaDrafter(kind, weights, model))
+    share = share_of(kind, here)
+    weights = read_weights(drafter, kind, target, torch.bfloat16, "cpu", share.cut)
+    decoder = CudaDecoder(model, CudaDrafter(share, weights, model))
     decoder._reserve(400)
     decoder._prefill(np.arange(130), 64, drafts=True)
     for bucket in BUCKETS if arch == "sm_90a" else BUCKETS[::6]:

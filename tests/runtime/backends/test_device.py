@@ -4,7 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from formats_kit import FORMATS
 
+from kconvert.convert import convert
 from kconvert.layouts.errors import UnavailableError, UnsupportedError
 from kconvert.runtime.backends import device
 from kconvert.runtime.backends.device import choose
@@ -59,6 +61,15 @@ def test_what_kernels_do_not_take(layout, dtype, capability, words, mini, gpu, m
     assert words in said and said.count("\n") == 1
     with pytest.raises(UnsupportedError, match=f"{words}.*--device cpu"):
         chosen(mini[layout], "cuda", dtype)
+
+
+def test_mxfp4_is_for_the_cpu(gpu, tmp_path: Path, capsys) -> None:
+    pytest.importorskip("cuda.core", reason="the cuda extra is not installed")
+    convert(FORMATS / "deepseek-v3-mxfp4", tmp_path / "out")
+    assert chosen(tmp_path / "out", "auto") == ("cpu", "float32")
+    assert "the experts are MXFP4, group_size 32, the kernels take INT4" in capsys.readouterr().err
+    with pytest.raises(UnsupportedError, match=r"MXFP4.*--device cpu"):
+        chosen(tmp_path / "out", "cuda")
 
 
 def test_too_little_memory_is_an_error_also_of_auto(mini, gpu, monkeypatch) -> None:

@@ -68,7 +68,7 @@ def made(tmp_path_factory) -> dict[str, Path]:
 def test_bench_exact_compares_every_configuration(made, kconvert) -> None:
     outcome = kconvert(
         "bench", "exact", made["drafter"], made["prompts.json"], made["blobs"],
-        "--count", 2, "--new-tokens", 5, "--json",
+        "--count", 2, "--new-tokens", 5, "--longest", 0, "--json",
     )  # fmt: skip
     assert outcome.code == 0
     table = json.loads(outcome.out)
@@ -90,7 +90,7 @@ def test_bench_exact_finds_a_difference(made, kconvert, monkeypatch) -> None:
     monkeypatch.setattr(Engine, "generate", generate)
     outcome = kconvert(
         "bench", "exact", made["drafter"], made["prompts.json"], made["blobs"],
-        "--count", 1, "--new-tokens", 5,
+        "--count", 1, "--new-tokens", 5, "--longest", 0,
     )  # fmt: skip
     assert outcome.code == 1
     assert "NOT EXACT: marlin float32 T 0.0 ddtree 16, prompt 0: position 12" in outcome.out
@@ -101,7 +101,8 @@ def test_bench_exact_by_torchrun(processes, made, tmp_path: Path) -> None:
     """One rank speaks, of all; of four processes each two have some of the prompts."""
     convert(KIMI_MINI, tmp_path / "two", tp=2)
     arguments = ["bench", "exact", made["drafter"], made["prompts.json"], tmp_path / "two"]
-    outcome = torchrun(processes, ["-m", "kconvert.convert.cli", *arguments, "--new-tokens", "3"])
+    outcome = torchrun(processes, ["-m", "kconvert.convert.cli", *arguments, "--new-tokens", "3",
+                                   "--longest", "0"])  # fmt: skip
     assert outcome.startswith("exact at tp 2: 324 tokens in 36 configurations, 3 prompts")
 
 

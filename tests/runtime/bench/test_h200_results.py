@@ -22,7 +22,8 @@ def test_every_mode_was_exact_on_all_prompts(name: str, tp: int) -> None:
     assert (table["device"], table["tp"], table["prompts"], table["new_tokens"]) == (
         "cuda", tp, 100, 128,
     )  # fmt: skip
-    kinds = {(row["temperature"], row["mode"], row["budget"]) for row in table["rows"]}
+    prompts = [row for row in table["rows"] if "what" not in row]  # and longer texts
+    kinds = {(row["temperature"], row["mode"], row["budget"]) for row in prompts}
     budgets = [("chain", b) for b in (1, 4, 7)]
     budgets += [("ddtree", b) for b in (1, 4, 7, 16, 33, 64, "auto")]
     assert kinds == {(t, *kind) for t in (0.0, 0.8) for kind in budgets}

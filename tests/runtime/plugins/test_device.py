@@ -5,12 +5,12 @@ import torch
 
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.sharding import Parallelism, RankSlice, rank_slice
+from kconvert.layouts.stored.output import Output
 from kconvert.layouts.w4a16 import W4A16
-from kconvert.runtime.plugins import filling
+from kconvert.runtime.filling import filler
+from kconvert.runtime.filling.filler import Filler
 from kconvert.runtime.plugins.device import memory_of, place
-from kconvert.runtime.plugins.filling import Filler
 from kconvert.runtime.plugins.loading import ExpertLayer, fill
-from kconvert.runtime.plugins.output import Output
 
 
 def load(output: Output, wanted: RankSlice, device: str, transposed: bool) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def load(output: Output, wanted: RankSlice, device: str, transposed: bool) -> li
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("layout", ["marlin", "w4a16"])
 def test_the_same_on_a_gpu(converted, monkeypatch, layout: str, transposed: bool) -> None:
-    monkeypatch.setattr(filling, "CHUNK_BYTES", 50_000)  # several turns of a thread's buffers
+    monkeypatch.setattr(filler, "CHUNK_BYTES", 50_000)  # several turns of a thread's buffers
     for stored, want in [((1, 1), (1, 1)), ((1, 1), (4, 1)), ((2, 1), (1, 1)), ((2, 2), (2, 1))]:
         output = Output(converted(layout, *stored))
         parallel = Parallelism(*want)

@@ -15,11 +15,11 @@ from kconvert.layouts.experts import STACKED
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.reader import NUMPY_BITS
 from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
+from kconvert.layouts.stored.output import Output
+from kconvert.layouts.stored.slicing import refuse_uncuttable
 from kconvert.layouts.w4a16 import W4A16
-from kconvert.runtime.plugins.filling import Filler, HostMemory
+from kconvert.runtime.filling.filler import Filler, HostMemory
 from kconvert.runtime.plugins.loading import ExpertLayer, fill
-from kconvert.runtime.plugins.output import Output
-from kconvert.runtime.plugins.slicing import pieces
 
 PARALLEL = [Parallelism(tp, ep) for tp in (1, 2, 4, 8) for ep in (1, 2, 4, 8) if ep <= tp]
 FEW = [Parallelism(1, 1), Parallelism(2, 1), Parallelism(4, 2), Parallelism(4, 4)]
@@ -151,6 +151,6 @@ DIMS = ModelDims(1, 0, 0, 8, 256, 512, Quantization(64))
 )
 def test_refused_with_the_command(layout, have, rows, words) -> None:
     with pytest.raises(UnsupportedError) as error:
-        pieces(DIMS, layout, have, RankSlice(range(8), rows))
+        refuse_uncuttable(DIMS, layout, have, RankSlice(range(8), rows))
     for word in words:
         assert word in str(error.value)

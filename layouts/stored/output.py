@@ -1,4 +1,4 @@
-"""A converted model as an engine's rank sees it: its manifest, its files, each blob's header."""
+"""A converted model that is opened again: its manifest, its files, each blob's header."""
 
 from collections.abc import Collection, Iterator
 from pathlib import Path
@@ -7,8 +7,9 @@ from typing import NamedTuple
 from kconvert.layouts.blob import COMMON_FOLDER, BlobInfo, digest, rank_folder, read_blob
 from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError, UnsupportedError
-from kconvert.layouts.experts import STACKED, StackedTensor
-from kconvert.layouts.families.deepseek_v3 import read_sizes
+from kconvert.layouts.experts import StackedTensor, stacked_tensors
+from kconvert.layouts.families.family import Family
+from kconvert.layouts.families.known import read_family
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import Header, TensorEntry
 from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, read_manifest
@@ -50,14 +51,15 @@ class Output:
                 " --ranks to complete it."
             )
         self.stored = Parallelism(self.manifest.tp, self.manifest.ep)
-        config = self._sized(CONFIG_NAME)
+        config = self.sized(CONFIG_NAME)
         if digest(config.read_bytes()) != self.manifest.files[CONFIG_NAME].digest:
             raise CheckpointError(
                 f"{config} is not the one that was converted: restore it, or convert again; engines"
                 " take other settings as options (vLLM: --hf-overrides, SGLang:"
                 " --json-model-override-args)."
             )
-        self.dims: ModelDims = read_sizes(read_json(config)).dims
+        self.family: Family = read_family(read_json(config))
+        self.dims: ModelDims = self.family.dims
 
     @property
     def layout(self) -> str:
@@ -70,15 +72,23 @@ class Output:
         names = [name for name in self.manifest.files if name.startswith(f"{folder}/")]
         return set(layer_numbers(Path(name).stem for name in names))
 
-    def common(self, layers: Collection[int], vision: bool) -> Iterator[Blob]:
-        """The blobs of tensors that are not cut: those of `layers`, the outer ones, and those of
-        the vision tower where it is asked for."""
+    def name_of(self, blob: Blob) -> str:
+        """What the manifest calls it: its path in the folder."""
+        return blob.path.relative_to(self.folder).as_posix()
+
+    def common(self, layers: Collection[int] | None = None, vision: bool = True) -> Iterator[Blob]:
+        """The blobs of tensors that are not cut: those of `layers` (None: of all), the outer ones,
+        and those of the vision tower where it is asked for."""
         for name in self.manifest.files:
             group = Path(name).stem
             if not name.startswith(f"{COMMON_FOLDER}/"):
                 continue
             number = next(iter(layer_numbers([group])), None)
-            if number in layers if number is not None else vision or group != VISION:
+            if number is None:
+                wanted = vision or group != VISION
+            else:
+                wanted = layers is None or number in layers
+            if wanted:
                 yield self._open(name)
 
     def experts(self, layer: int, rank: int) -> Blob:
@@ -98,12 +108,12 @@ class Output:
                 f"{blob.path} is quantized with {sharding.quantization}, {CONFIG_NAME} says"
                 f" {self.dims.quantization}: convert again."
             )
-        for tensor in STACKED:
+        for tensor in stacked_tensors(self.dims.quantization):
             blob.stacked(tensor)
         return blob
 
     def _open(self, name: str) -> Blob:
-        path = self._sized(name)
+        path = self.sized(name)
         try:
             header, info = read_blob(path)
         except KconvertError:  # whose advice is for a source
@@ -117,7 +127,7 @@ class Output:
             )
         return Blob(path, header, info)
 
-    def _sized(self, name: str) -> Path:
+    def sized(self, name: str) -> Path:
         """The path of a file that is there and has the manifest's size."""
         path, entry = self.folder / name, self.manifest.files.get(name)
         if entry is None:

@@ -1,15 +1,14 @@
-"""Which parts of which blobs make up what one rank of an engine holds of a layer. Pure.
+"""Which parts of which blobs make up what one rank of another tp and ep holds of a layer. Pure.
 
-An engine's rank needs some experts, and of each some intermediate rows; a blob holds other experts
-and rows where the folder was converted for another tp or ep. Both orders of bytes can be cut and
-joined along the intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
+A rank needs some experts, and of each some intermediate rows; a blob holds other experts and rows
+where the folder was converted for another tp or ep. Both orders of bytes can be cut and joined
+along the intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from kconvert.layouts.errors import UnsupportedError
-from kconvert.layouts.experts import StackedTensor
+from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import ModelDims, Parallelism, RankSlice, rank_slice
 
@@ -35,62 +34,60 @@ class Span(NamedTuple):
     target: slice
 
 
-def pieces(
-    dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice
-) -> tuple[Piece, ...]:
-    """The pieces of the blobs of a conversion for `stored` that make up `wanted`, each once.
+def pieces(dims: ModelDims, stored: Parallelism, wanted: RankSlice) -> tuple[Piece, ...]:
+    """The pieces of the blobs of a conversion for `stored` that make up `wanted`, each once."""
+    found = (meeting(rank, rank_slice(dims, stored, rank), wanted) for rank in range(stored.tp))
+    return tuple(piece for piece in found if piece is not None)
 
-    Raises UnsupportedError where they cannot be joined from these blobs.
-    """
-    _check(dims, layout, stored, wanted)
-    found = []
-    for rank in range(stored.tp):
-        have = rank_slice(dims, stored, rank)
-        experts = _common(have.experts, wanted.experts)
-        rows = _common(have.rows, wanted.rows)
-        if experts and rows:
-            found.append(
-                Piece(
-                    rank=rank,
-                    experts=_from(experts, have.experts.start),
-                    rows=_from(rows, have.rows.start),
-                    all_rows=len(have.rows),
-                    expert_at=experts.start - wanted.experts.start,
-                    row_at=rows.start - wanted.rows.start,
-                )
-            )
-    return tuple(found)
+
+def meeting(rank: int, have: RankSlice, wanted: RankSlice) -> Piece | None:
+    """What of `wanted` a rank has that holds `have`."""
+    experts, rows = _common(have.experts, wanted.experts), _common(have.rows, wanted.rows)
+    if not (experts and rows):
+        return None
+    return Piece(
+        rank=rank,
+        experts=_from(experts, have.experts.start),
+        rows=_from(rows, have.rows.start),
+        all_rows=len(have.rows),
+        expert_at=experts.start - wanted.experts.start,
+        row_at=rows.start - wanted.rows.start,
+    )
 
 
 def cut_axis(layout: str, tensor: StackedTensor) -> int:
     """The axis of a stored tensor [experts, …, …] that the intermediate rows lie along: w13's rows
     and w2's columns. `marlin` stores a matrix's columns first, `w4a16` its rows."""
+    if tensor.role == "bias":
+        return 1
     return 1 if (tensor.matrix == "w13") == (layout == "w4a16") else 2
 
 
 def spans(
     tensor: StackedTensor, quantization: Quantization, piece: Piece, length: int, rows: int
-) -> Iterator[Span]:
+) -> tuple[Span, ...]:
     """What of a stored tensor goes where, along `cut_axis`. w13 has the rows of gate, then those
-    of up: two spans.
+    of up: two spans, and one where they join on both sides.
 
     `length`: of the stored tensor's axis; `rows`: intermediate rows of an expert in the target.
     """
     if tensor.copies(quantization, 2) == 2:  # one scale a row of down: nothing to cut
-        if piece.row_at == 0:
-            yield Span(slice(0, length), slice(0, length))
-        return
+        return (Span(slice(0, length), slice(0, length)),) if piece.row_at == 0 else ()
     halves = len(tensor.projections)
     half = length // halves  # elements for `all_rows` rows
 
     def elements(count: int) -> int:
         return count * half // piece.all_rows
 
-    for i in range(halves):
-        start = i * half + elements(piece.rows.start)
-        at = i * elements(rows) + elements(piece.row_at)
-        size = elements(len(piece.rows))
-        yield Span(slice(start, start + size), slice(at, at + size))
+    size = elements(len(piece.rows))
+    if size == half and len(piece.rows) == rows:
+        return (Span(slice(0, length), slice(0, length)),)
+    starts = [i * half + elements(piece.rows.start) for i in range(halves)]
+    places = [i * elements(rows) + elements(piece.row_at) for i in range(halves)]
+    return tuple(
+        Span(slice(start, start + size), slice(at, at + size))
+        for start, at in zip(starts, places, strict=True)
+    )
 
 
 def target_shape(
@@ -109,7 +106,18 @@ def target_shape(
     return tuple(shape)
 
 
-def _check(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice) -> None:
+def reordered(
+    layout: str, tensor: StackedTensor, quantization: Quantization, have: int, want: int
+) -> bool:
+    """Whether a rank with `have` intermediate rows holds a tensor in another order than one with
+    `want` does, so that it cannot be cut and joined: marlin decides by the number of groups."""
+    cut_scale = tensor.role == "scale" and tensor.axis == "columns"
+    group = quantization.group_size if quantization.scheme == "int" else None
+    return layout == "marlin" and cut_scale and bool(group) and (have == group) != (want == group)
+
+
+def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice) -> None:
+    """Raise UnsupportedError where `wanted` cannot be cut and joined from these blobs alone."""
     if layout not in _TILE:
         raise UnsupportedError(
             f"the blobs have layout {layout!r:.40}, this version reads {' and '.join(_TILE)}."
@@ -123,7 +131,10 @@ def _check(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice)
     reason = None
     if wanted.rows.start % tile or wanted.rows.stop % tile:
         reason = f"{layout} cannot be cut there, only at multiples of {tile}"
-    elif layout == "marlin" and group and (have == group) != (want == group):
+    elif any(
+        reordered(layout, tensor, dims.quantization, have, want)
+        for tensor in stacked_tensors(dims.quantization)
+    ):
         reason = "marlin orders the scales of w2 in another way where a rank has a single group"
     if reason:
         ep = max(1, dims.experts // len(wanted.experts))

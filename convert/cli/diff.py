@@ -1,0 +1,38 @@
+"""`kconvert diff`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kconvert.convert.cli.common import (
+    Json,
+    Quiet,
+    Workers,
+    explained,
+    folder_argument,
+    progress_bar,
+    show,
+)
+
+
+@explained
+def diff(
+    a: Annotated[Path, folder_argument("A checkpoint or a converted folder.")],
+    b: Annotated[Path, folder_argument("Another, of whatever layout, tp and ep.")],
+    workers: Workers = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Compare two models by what they mean: which layers and experts differ, and how much.
+
+    Exits with 1 where anything differs.
+    """
+    from kconvert.convert.cli import diff_text
+    from kconvert.validate.diff import diff as compare
+
+    with progress_bar("diff", None, quiet) as progress:
+        result = compare(a, b, workers, progress)
+    show(diff_text.diff_table(result), as_json, diff_text.diff_text, quiet)
+    if not result.equal:
+        raise typer.Exit(1)

@@ -1,0 +1,61 @@
+"""`kconvert validate`."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from kconvert.convert.cli.common import (
+    Json,
+    Quiet,
+    Verify,
+    Workers,
+    explained,
+    folder,
+    folder_argument,
+    progress_bar,
+    show,
+)
+
+
+@explained
+def validate(
+    output: Annotated[Path, folder_argument("A converted folder.")],
+    source: Annotated[
+        Path | None, typer.Option(parser=folder, help="The checkpoint it was made from.")
+    ] = None,
+    sample: Annotated[
+        int | None, typer.Option(min=1, help="Only so many experts a layer; all if not given.")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, help="What they are drawn with; at random if not given.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option(help="Also write what was found into this file, as HTML.")
+    ] = None,
+    verify: Verify = False,
+    workers: Workers = None,
+    as_json: Json = False,
+    quiet: Quiet = False,
+) -> None:
+    """Check an output: structure, digests, and codes and scales equal to the source's.
+
+    Exits with 1 where anything differs.
+    """
+    from kconvert.convert.cli import text
+    from kconvert.validate import validate as check
+
+    if report is not None and not report.parent.is_dir():
+        raise typer.BadParameter(f"{report.parent} is no folder here", param_hint="--report")
+    with progress_bar("validate", None, quiet) as progress:
+        result = check(
+            output, source, sample=sample, seed=seed, verify=verify, workers=workers,
+            progress=progress,
+        )  # fmt: skip
+    if report is not None:
+        from kconvert.validate.report.write import write_report
+
+        write_report(result, output, source, report)
+    show(text.validation_table(result), as_json, text.validation_text, quiet)
+    if not result.ok:
+        raise typer.Exit(1)

@@ -1,0 +1,141 @@
+"""The report: one file that says what was found and what was not compared, and needs nothing."""
+
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pytest
+from kit import KIMI_MINI, flip, flip_byte
+
+from kconvert.convert import convert
+from kconvert.layouts.manifest import read_manifest
+from kconvert.validate.findings import Finding, Validation
+from kconvert.validate.report.render import render
+from kconvert.validate.report.write import subject_of
+from kconvert.validate.statistics import LayerStatistics, ScaleSums
+
+TENSOR = "language_model.model.layers.1.mlp.experts.w2_weight_packed"
+RANK1 = "rank-00001-of-00002/layer-00001.safetensors"
+
+
+@pytest.fixture
+def output(tmp_path: Path) -> Path:
+    convert(KIMI_MINI, tmp_path / "out", tp=2)
+    return tmp_path / "out"
+
+
+class Balanced(HTMLParser):
+    """Every element that is opened is closed, and nothing is fetched or run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag, attributes) -> None:
+        assert tag not in ("script", "link", "iframe")
+        for name, value in attributes:
+            assert not name.startswith("on")
+            assert name not in ("src", "href") or value.startswith("data:")
+        if tag not in ("meta", "img", "br", "rect", "line", "circle"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag) -> None:
+        if tag not in ("rect", "line", "circle"):
+            assert self.open.pop() == tag
+
+
+def checked(page: str) -> str:
+    parser = Balanced()
+    parser.feed(page)
+    assert parser.open == []
+    assert "http" not in re.sub(r'data:[^"]*', "", page)
+    return page
+
+
+def test_a_sound_output(output: Path, kconvert, tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    outcome = kconvert("validate", output, "--source", KIMI_MINI, "--report", target)
+    assert outcome.code == 0
+    page = checked(target.read_text())
+    assert "Every code, scale and tensor is the source&#39;s, bit for bit." in page
+    assert "failed" not in re.sub(r"<style>.*?</style>", "", page, flags=re.S)
+    assert subject_of(output, None).digest in page and "4,627,328" in page
+    assert {path.name for path in tmp_path.iterdir()} == {"out", "report.html"}
+
+
+def test_a_damaged_output(output: Path, kconvert, tmp_path: Path) -> None:
+    flip(output / RANK1, "w2_weight_packed", expert=0)
+    target = tmp_path / "report.html"
+    assert kconvert("validate", output, "--source", KIMI_MINI, "--report", target).code == 1
+    page = checked(target.read_text())
+    assert "Different: 2 finding(s)." in page
+    assert f"{RANK1}, tensor {TENSOR}, expert 0" in page and "first at row" in page
+    assert f"rm out/{RANK1}" in page and "--layout marlin --tp 2" in page
+
+
+@pytest.mark.parametrize("damage", ["header", "missing"])
+def test_blobs_that_cannot_be_read(damage: str, output: Path, kconvert, tmp_path: Path) -> None:
+    target, path = tmp_path / "report.html", output / RANK1
+    if damage == "header":
+        flip_byte(path, 9)
+    else:
+        path.unlink()
+    assert kconvert("validate", output, "--report", target).code == 1
+    page = checked(target.read_text())
+    assert "Different" in page and RANK1 in page
+    assert "The data of 1 blob(s) was not read" in page
+
+
+def test_what_was_not_compared_is_said(output: Path, kconvert, tmp_path: Path) -> None:
+    target = tmp_path / "report.html"
+    kconvert("validate", output, "--sample", 2, "--seed", 5, "--report", target)
+    page = checked(target.read_text())
+    assert "No source was given" in page and "Every digest agrees." in page
+    assert "Of 16 experts 4 were read, drawn with seed 5" in page
+    assert "--sample 2 --seed 5" in page
+
+
+def test_names_are_text(output: Path) -> None:
+    result = Validation(True, False, None)
+    result.found([Finding("<script>alert(1)</script>", "x & y", check="files")])
+    page = render(result, subject_of(output, None))
+    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
+
+
+def test_no_folder_no_report(output: Path, kconvert, tmp_path: Path) -> None:
+    outcome = kconvert("validate", output, "--report", tmp_path / "none/report.html")
+    assert outcome.code == 2 and "is no folder here" in outcome.err
+
+
+def generated() -> Validation:
+    """A validation of K2.6's size, made up: 60 layers of 384 experts."""
+    random = np.random.default_rng(0)
+    result = Validation(True, True, None, files=543, tensors=1141, experts=60 * 384 * 8)
+    for layer in range(1, 61):
+        statistics = LayerStatistics(384, 4)
+        for expert in range(384):
+            statistics.add_codes(expert, random.integers(1, 1 << 20, 16))
+            low, high = sorted(random.uniform(1e-4, 1e-1, 2))
+            total = float(1e5 * random.uniform(low, high))
+            statistics.add_scales(expert, ScaleSums(100_000, 3, 0, total, low, high))
+        result.statistics[layer] = statistics
+    result.found(
+        Finding(f"rank-{i % 8:05}-of-00008/layer-00001.safetensors", "made up", "w2", i, "codes")
+        for i in range(3000)
+    )
+    for check in result.checks:
+        check.skipped = ""
+    return result
+
+
+def test_all_of_k26_is_small_and_says_that_it_is_made_up(output: Path) -> None:
+    result = generated()
+    subject = subject_of(output, None)._replace(
+        label="Made up, to test this page", rank_bytes={f"rank-{r:05}": 71 << 30 for r in range(8)}
+    )
+    page = checked(render(result, subject))
+    assert "Made up, to test this page" in page
+    assert len(page.encode()) < 5_000_000
+    assert "and 2,950 more" in page
+    assert read_manifest(output).layout in page

@@ -1,0 +1,1 @@
+"""A validation as one HTML file that needs nothing else."""
