@@ -247,15 +247,15 @@ MMA_ASYNC(10, 80, 40, 41, 42, 43, 44)
 MMA_ASYNC(11, 88, 44, 45, 46, 47, 48)
 MMA_ASYNC(12, 96, 48, 49, 50, 51, 52)
 // Sums are in these registers here: the compiler may not read them earlier, nor know their values.
-template <int NT, int R>
-__device__ __forceinline__ void keep(float4 (&acc)[R][NT]) {
+template <int NT, int SETS>
+__device__ __forceinline__ void keep(float4 (&acc)[SETS][NT]) {
 #pragma unroll
-  for (int d = 0; d < R; ++d)
+  for (int d = 0; d < SETS; ++d)
 #pragma unroll
     for (int t = 0; t < NT; ++t) asm volatile("" : SUMS(acc[d][t])::"memory");
 }
-template <int NT, int R>
-__device__ __forceinline__ void settle(float4 (&acc)[R][NT]) {
+template <int NT, int SETS>
+__device__ __forceinline__ void settle(float4 (&acc)[SETS][NT]) {
   wait_mmas<0>();
   keep(acc);
 }

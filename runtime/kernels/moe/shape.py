@@ -12,6 +12,7 @@ from kconvert.runtime.kernels.gpu import Gpu
 W13_CHUNKS = 4  # chunks of K within each of the ``split`` parts; a block has as many warps
 BLOCK_BYTES = 1024 + 128  # weights and scales of 32 k x 64 columns
 NARROW_ROWS = 4  # rows an expert has on average up to which blocks of 8 rows are used
+MANY_ROWS = 32  # and from which on sm_90a's forms for dozens of rows are
 MAX_EXPERTS = 1024  # the alignment kernel is one block, an expert a thread
 
 
@@ -133,7 +134,7 @@ def many_shared(rows: int, groups: int, stages: int, shape: MoeShape) -> tuple[i
     return ring + w13, ring + w2
 
 
-def many(shape: MoeShape, tokens: int, gpu: Gpu, rows: int, groups: int) -> Schedule:
+def many(shape: MoeShape, tokens: int, gpu: Gpu, rows: int, groups: int = 2) -> Schedule:
     """The forms for dozens of rows an expert, of up to ``rows`` rows an item and ``groups``
     warpgroups: as many stages as fit, in one block a multiprocessor."""
     items = most_items(shape, tokens * shape.top_k, rows)
@@ -184,6 +185,8 @@ def schedule(shape: MoeShape, tokens: int, gpu: Gpu) -> Schedule:
     rows = pairs / shape.total_experts  # an expert's, on average
     large = gpu.shared_per_sm >= 200 * 1024
     warpgroups = gpu.arch == "sm_90a"
+    if warpgroups and rows >= MANY_ROWS:
+        return many(shape, tokens, gpu, rows=64 if rows <= 48 else 96)
     # A block of moe_w2 holds its rows whole, so wide layers take fewer of them.
     slim = shape.intermediate <= 512
     most = 32 if warpgroups or (large and slim) else 16

@@ -11,7 +11,7 @@ from kconvert.runtime.kernels.w4a16.launch import w4a16_rows
 pytestmark = pytest.mark.gpu
 
 GPU = "cuda:0"
-INVARIANT_TOKENS = (*range(1, 65), 128, 330, 1024)
+INVARIANT_TOKENS = (*range(1, 65), 128, 330, 1024, 2048, 4096)
 SHAPES = {
     "tp8": MoeShape(7168, 256, 24, 8),
     "tp2": MoeShape(7168, 1024, 12, 8),
@@ -139,6 +139,28 @@ def test_a_row_has_the_same_bits_among_any_others(name):
             assert torch.equal(out[here].view(torch.int32), alone[: len(here)].view(torch.int32)), (
                 f"M={m}, {crowd}"
             )
+
+
+@pytest.mark.parametrize("crowd", ["random", "same experts"])
+@pytest.mark.parametrize("name", SHAPES)
+def test_many_rows_have_the_bits_of_their_slices(name, crowd):
+    """Each form for fewer rows makes the same sums as those for dozens, whatever an expert has."""
+    shape = SHAPES[name]
+    layer = random_layer(shape, GPU, generator(8))
+    per_expert = shape.total_experts / shape.top_k  # tokens that give an expert one row
+    for rows in (34, 47, 85, 200):
+        tokens = round(rows * per_expert)
+        x, ids, weights = inputs(shape, tokens, seed=rows)
+        if crowd == "same experts":  # lists of every length from none to all tokens
+            ids[::2] = shape.first_expert + torch.arange(shape.top_k, device=GPU).int()
+        plan = launch.moe_schedule(shape, tokens, x.device)
+        assert (plan.w13, plan.w2) == ("moe/w13_many", "moe/w2_many")
+        work = poisoned(shape, tokens)
+        whole = launch.moe(x, ids, weights, layer, shape, work)
+        for size in (3 * per_expert, 7 * per_expert, 25 * per_expert):
+            parts = (t.split(round(size)) for t in (x, ids, weights))
+            sliced = [launch.moe(*part, layer, shape, work) for part in zip(*parts, strict=True)]
+            assert torch.equal(torch.cat(sliced).view(torch.int32), whole.view(torch.int32)), rows
 
 
 def test_more_items_than_there_are_blocks_for():

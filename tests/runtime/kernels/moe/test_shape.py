@@ -17,11 +17,10 @@ GPUS = (
     Gpu("sm_120a", 100 * 1024, 188),
 )
 SHAPES = bench_moe.SHAPES | {
-    "tp4": MoeShape(7168, 512, 384, 8),
     "golden": MoeShape(256, 128, 8, 4),
     "g128": MoeShape(512, 384, 9, 3, group=128),
 }
-TOKENS = (*range(1, 70), 96, 128, 192, 193, 330, 1024, 4096)
+TOKENS = (*range(1, 70), 96, 128, 192, 193, 330, 1024, 2048, 4096, 16384)
 
 
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
@@ -79,8 +78,17 @@ def parameters(file: str) -> int:
     return found.count(",") + 1
 
 
-@pytest.mark.parametrize("tokens", [1, 33, 330, 1024])
-def test_every_kernel_is_given_what_it_takes(monkeypatch, tokens):
+@pytest.mark.parametrize(
+    ("tokens", "w13", "w2"),
+    [
+        (1, "moe/w13", "moe/w2"),
+        (12, "moe/w13_group", "moe/w2"),
+        (63, "moe/w13_group", "moe/w2"),
+        (64, "moe/w13_many", "moe/w2_many"),
+        (1024, "moe/w13_many", "moe/w2_many"),
+    ],
+)
+def test_every_kernel_is_given_what_it_takes(monkeypatch, tokens, w13, w2):
     """Launches are recorded in place of being made."""
     made = []
     monkeypatch.setattr(launch, "gpu", lambda index: GPUS[0])
@@ -97,8 +105,7 @@ def test_every_kernel_is_given_what_it_takes(monkeypatch, tokens):
     launch.moe(x, ids, torch.zeros(tokens, 4), layer, shape, work)
     launch.router(torch.zeros(tokens, 8), torch.zeros(8), 4, 1.0)
     files = [file for file, *_ in made]
-    assert files[0] == "moe/align" and files[2:] == ["moe/w2", "moe/combine", "moe/router"]
-    assert files[1] in ("moe/w13", "moe/w13_group")
+    assert files == ["moe/align", w13, w2, "moe/combine", "moe/router"]
     for file, grid, block, args in made:
         assert len(args) == parameters(file), file
         assert all(size > 0 for size in grid) and block % 32 == 0
