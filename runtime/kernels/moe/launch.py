@@ -120,17 +120,15 @@ def experts(
 
 def gemm_kernels(shape: MoeShape, plan: Schedule) -> list[tuple[str, dict[str, int], int, int]]:
     """(file, macros, dynamic shared memory in bytes, threads a block) of w13 and of w2."""
-    group = 12 * 32  # threads of both group forms
+    group = 12 * 32  # threads of the group and many forms
     threads_w13 = {"moe/w13": W13_CHUNKS * 32, "moe/w13_wide": 256}.get(plan.w13, group)
     threads_w2 = plan.warps_w2 * 32 if plan.w2 == "moe/w2" else group
-    if plan.groups:
-        threads_w13 = threads_w2 = (plan.groups + 1) * 128
     common = {
         "HIDDEN": shape.hidden,
         "INTERMEDIATE": shape.intermediate,
         "GROUP": shape.group,
         "BLOCK_ROWS": plan.block_rows,
-    } | ({"GROUPS": plan.groups} if plan.groups else {})
+    }
     w13 = {
         "TOP_K": shape.top_k,
         "SPLIT": shape.split,

@@ -1,12 +1,13 @@
 // What the forms for dozens of rows an expert share on sm_90a: a weight is made bf16 once for all of
 // an item's rows, up to BLOCK_ROWS of them.
 //
-// A block stays on its multiprocessor and goes through units of work. GROUPS warpgroups multiply: each
+// A block stays on its multiprocessor and goes through units of work. Two warpgroups multiply: each
 // holds two runs of 64 columns, a run one MMA of 64 columns x the item's rows, its A in registers,
-// its B the rows in shared memory. Warps of one more warpgroup copy, ahead of the others by a ring of
-// stages, from one unit into the next: two threads ask the bulk copy engine for weights, two warps
-// fetch rows, 16 bytes a lane. What a unit is they leave in a table, so that those who multiply read
-// no list. No block waits for another.
+// its B the rows in shared memory. The four warps of a third one copy, ahead of the others by a ring
+// of stages, from one unit into the next: each has one of the block's four runs, and every fourth
+// tile of rows, 16 bytes a lane. (One thread that asked the bulk copy engine for all weights needed
+// 85 instructions a stage, each waiting for the one before: slower than the MMAs.) What a unit is
+// they leave in a table, so that those who multiply read no list. No block waits for another.
 //
 // Which lane multiplies which word: an MMA's warp w takes 16 columns of the run, one word a lane, and
 // a lane's words of the run's four fragments lie beside each other. Were all lanes of a warp to take
@@ -14,33 +15,32 @@
 // (w + a / 2) % 4 instead: no two meet, and rows of the MMA stand for columns in another order, which
 // load_piece undoes where sums leave.
 //
-// Compile-time, besides marlin_stream's: GROUP, BLOCK_ROWS, STAGES, GROUPS.
+// Compile-time, besides marlin_stream's: GROUP, BLOCK_ROWS, STAGES.
 #pragma once
 #include "moe/marlin_stream.cuh"
 
 #ifdef WARPGROUP_MMA
-constexpr int kMultipliers = GROUPS * 128;  // threads
-constexpr int kThreads = kMultipliers + 128;
-constexpr int kRuns = 2 * GROUPS;  // warpgroup g has those at g and GROUPS + g
-constexpr int kPieces = 2;         // threads that copy weights, half of the runs each
-constexpr int kRowWarps = 2;
-static_assert(BLOCK_ROWS % 16 == 0, "rows leave by sixteens");
+constexpr int kGroups = 2;  // warpgroups that multiply
+constexpr int kMultipliers = kGroups * 128, kCopiers = 128;  // threads
+constexpr int kThreads = kMultipliers + kCopiers;
+constexpr int kRuns = 2 * kGroups;  // warpgroup g has those at places g and kGroups + g
+static_assert(BLOCK_ROWS % 32 == 0, "a warp that copies has every fourth tile of 8 rows");
 
 // A stage is 32 k: rows, words (two k-tiles), scales.
 constexpr int kRows = BLOCK_ROWS * kBlockK * 2;
 constexpr int kTile = kRuns * 512;
 constexpr int kWords = 2 * kTile;
 constexpr int kStage = kRows + kRuns * kBlockBytes;
-constexpr int kBarriers = 512;  // bytes, before the ring: a full and an empty one a stage, one more
+constexpr int kBarriers = 512;  // bytes, before the ring: a full and an empty one a stage, two more
 constexpr int kAfterRing = kBarriers + STAGES * kStage;
-constexpr int kLate = 5;  // stages after which rows are waited for
-static_assert(STAGES > kLate + 1, "the ring must turn");
-static_assert((2 * STAGES + 1) * 8 <= kBarriers, "barriers must fit");
+constexpr int kLate = STAGES - 5;  // stages after which copies are waited for
+static_assert(kLate > 0, "the ring must turn");
+static_assert((2 * STAGES + kGroups) * 8 <= kBarriers, "barriers must fit");
 
 extern __shared__ __align__(1024) char smem[];  // barriers, ring, scratches, tables
 
-// A barrier that nobody waits for.
-__device__ __forceinline__ u32 nothing() { return smem_addr(smem) + STAGES * 16; }
+// What a warpgroup that multiplies arrives at with its first stage.
+__device__ __forceinline__ u32 begun(int group) { return smem_addr(smem) + STAGES * 16 + group * 8; }
 
 struct Ring {
   u32 stage, full, parity;
@@ -57,9 +57,9 @@ struct Ring {
   __device__ __forceinline__ static void make() {
     const u32 full = smem_addr(smem) + threadIdx.x * 8;
     if (threadIdx.x < STAGES) {
-      make_barrier(full, kPieces + kRowWarps * 32);
+      make_barrier(full, kCopiers);
       make_barrier(full + STAGES * 8, kMultipliers);
-      if (threadIdx.x == 0) make_barrier(nothing(), kMultipliers);
+      if (threadIdx.x < kGroups) make_barrier(begun(threadIdx.x), 128);
       show_barriers();
     }
     __syncthreads();
@@ -71,57 +71,51 @@ __device__ __forceinline__ int unit_at(int turn) {
   return turn * gridDim.x + (turn & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
 }
 
-// How the registers of a block are shared out: 65,536 in all, by eights.
-constexpr int kTaken = GROUPS == 2 ? 232 : GROUPS == 3 ? 152 : 112;
-constexpr int kKept = GROUPS == 2 ? 40 : 56;
+// How the 168 registers a thread of three warpgroups are shared out.
 __device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kTaken));
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
 }
 __device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kKept));
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
 }
 
-// STEPS stages of weights, by thread `piece`: `runs` runs of 64 columns, at its half of the stage's
-// places. ROW bytes are 16 k of words; of scales a group is a quarter of that.
-template <int STEPS, int ROW>
-__device__ __forceinline__ void copy_weights(Ring& ring, const char* words, const char* scales,
-                                             int piece, int runs) {
-#pragma unroll 1
-  for (int s = 0; s < STEPS; ++s, words += 2 * ROW, ring.advance()) {
-    wait_barrier(ring.empty(), ring.parity ^ 1);
-    if (runs <= 0) {
-      arrive(ring.full);
-      continue;
-    }
-    const u32 to = ring.stage + kRows + piece * (GROUPS * 512);
-    arrive_expecting(ring.full, runs * kBlockBytes);
-    copy_bulk_once(to, words, runs * 512, ring.full);
-    copy_bulk_once(to + kTile, words + ROW, runs * 512, ring.full);
-    copy_bulk_once(ring.stage + kRows + kWords + piece * (GROUPS * kScaleBytes),
-                   scales + s * kBlockK / GROUP * (ROW / 4), runs * kScaleBytes, ring.full);
-  }
+// The second warpgroup begins a stage after the first: so one folds its chains while the other
+// multiplies, and stays behind by as much.
+__device__ __forceinline__ void wait_for_turn() {
+  if (threadIdx.x >= 128) wait_barrier(begun(0), 0);
 }
 
-// By one of kRowWarps warps, which has every other tile of 8 rows. The copies are waited for, and
-// shown to the MMAs, kLate stages later.
-struct RowCopier {
+// By each warp that copies. Copies are waited for, and shown to the MMAs, kLate stages later.
+struct Copier {
   Ring ring;
   u32 shown = ring.full;  // the full barrier of the next stage to show
   int behind = 0;
 
-  static constexpr int kTiles = BLOCK_ROWS / 8 / kRowWarps;
-  // STEPS stages; this lane's 16 bytes of its tile i begin at x + from.offset(i), if from.has(i).
-  template <int STEPS, class From>
-  __device__ __forceinline__ void copy(const char* x, int piece, const From& from) {
+  static constexpr int kTiles = BLOCK_ROWS / 32;
+  // Which run of the stage's, and which of every four tiles of rows.
+  __device__ __forceinline__ static int place() { return (threadIdx.x >> 5) & 3; }
+  // STEPS stages. This lane's 16 bytes of its tile i begin at x + rows.offset(i), if rows.has(i). Of the
+  // run at this warp's place, if it is `there`, `words` and `scales` are the first; ROW bytes are 16 k
+  // of words, a quarter of that a group of scales.
+  template <int STEPS, int ROW, class Rows>
+  __device__ __forceinline__ void copy(const char* x, const Rows& rows, const char* words,
+                                       const char* scales, bool there) {
     const int lane = threadIdx.x & 31;
-    const u32 to = piece * kTokenBytes + token_write_offset(lane);
+    const u32 row = place() * kTokenBytes + token_write_offset(lane);
+    const u32 word = kRows + place() * 512 + lane * 16;
+    const u32 scale = kRows + kWords + place() * kScaleBytes + lane * 16;
+    words += lane * 16, scales += lane * 16;
 #pragma unroll 1
-    for (int s = 0; s < STEPS; ++s, x += kBlockK * 2) {
+    for (int s = 0; s < STEPS; ++s, x += kBlockK * 2, words += 2 * ROW) {
       wait_barrier(ring.empty(), ring.parity ^ 1);
+      if (there) {
+        copy16_once(ring.stage + word, words);
+        copy16_once(ring.stage + word + kTile, words + ROW);
+        if (lane < 8) copy16_once(ring.stage + scale, scales + s * kBlockK / GROUP * (ROW / 4));
+      }
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
-        if (from.has(i))
-          copy16_l2(ring.stage + to + i * (kRowWarps * kTokenBytes), x + from.offset(i));
+        if (rows.has(i)) copy16_l2(ring.stage + row + i * (4 * kTokenBytes), x + rows.offset(i));
       commit_copies();
       ring.advance();
       if (behind < kLate) {
@@ -132,9 +126,12 @@ struct RowCopier {
       }
     }
   }
+  // After the last unit: shows what is left, and a stage without contents.
   __device__ __forceinline__ void finish() {
     wait_copies<0>();
     for (; behind > 0; --behind) show();
+    wait_barrier(ring.empty(), ring.parity ^ 1);
+    arrive(ring.full);
   }
   __device__ __forceinline__ void show() {
     fence_for_mma();
@@ -161,20 +158,15 @@ struct Unit {
 // enough for none to be written over before its unit's sums have left.
 __device__ constexpr int tables_for(int steps) { return STAGES / steps + 2; }
 
-// After the last unit there is a stage without contents.
-__device__ __forceinline__ void show_end(const Ring& ring) {
-  wait_barrier(ring.empty(), ring.parity ^ 1);
-  arrive(ring.full);
-}
-
 struct Multiplier {
   Ring ring;
-  u32 done = nothing();  // the empty barrier of the stage before, whose rows MMAs may be reading
+  u32 done;  // the empty barrier of the stage before, whose rows MMAs may be reading
   u32 words, scales;     // this lane's of its first run, in a stage
 
   __device__ __forceinline__ Multiplier() {
     const int lane = threadIdx.x & 31, group = threadIdx.x >> 7;
     const int fragment = ((threadIdx.x >> 5) + (lane >> 3)) & 3;
+    done = begun(group);
     words = kRows + group * 512 + lane * 16 + fragment * 4;
     scales = kRows + kWords + group * kScaleBytes + (lane >> 2) * 16 + fragment * 4;
   }
@@ -201,11 +193,11 @@ struct Multiplier {
     for (; steps > 0; --steps) {
       wait_barrier(ring.full, ring.parity);
       const u32 word = ring.stage + words;
-      const u32 w[2][2] = {{load_shared4(word), load_shared4(word + GROUPS * 512)},
-                           {load_shared4(word + kTile), load_shared4(word + kTile + GROUPS * 512)}};
+      const u32 w[2][2] = {{load_shared4(word), load_shared4(word + kGroups * 512)},
+                           {load_shared4(word + kTile), load_shared4(word + kTile + kGroups * 512)}};
       const ScalePair s[2] = {
           ScalePair(load_shared4(ring.stage + scales)),
-          ScalePair(load_shared4(ring.stage + scales + GROUPS * kScaleBytes))};
+          ScalePair(load_shared4(ring.stage + scales + kGroups * kScaleBytes))};
       const u64 rows = describe_rows(ring.stage);
 #pragma unroll
       for (int kt = 0; kt < 2; ++kt) {

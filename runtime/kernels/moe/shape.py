@@ -97,13 +97,12 @@ class Schedule:
     threads_w2: int
     blocks_w13: int  # grids; where w13 is a cluster's work, clusters
     blocks_w2: int
-    groups: int = 0  # warpgroups that multiply, of the forms for dozens of rows
 
     def shared_w13(self, shape: MoeShape) -> int:
         """Dynamic shared memory of a w13 block in bytes: see the kernels for what lies in it."""
         rows = self.block_rows * 64
         if self.w13 == "moe/w13_many":
-            return many_shared(self.block_rows, self.groups, self.stages_w13, shape)[0]
+            return _shared_many(self.block_rows, self.stages_w13, shape)[0]
         if self.w13 == "moe/w13_group":
             return self._shared_group(self.stages_w13)
         if self.w13 == "moe/w13_wide":
@@ -113,7 +112,7 @@ class Schedule:
     def shared_w2(self, shape: MoeShape) -> int:
         """Dynamic shared memory of a w2 block in bytes."""
         if self.w2 == "moe/w2_many":
-            return many_shared(self.block_rows, self.groups, self.stages_w2, shape)[1]
+            return _shared_many(self.block_rows, self.stages_w2, shape)[1]
         if self.w2 == "moe/w2_group":
             return self._shared_group(self.stages_w2)
         ring = self.stages_w2 * 2 * BLOCK_BYTES
@@ -124,42 +123,36 @@ class Schedule:
         return stages * (8 * BLOCK_BYTES + 64 * self.block_rows + 16) + 2048 * self.block_rows + 8
 
 
-def many_shared(rows: int, groups: int, stages: int, shape: MoeShape) -> tuple[int, int]:
-    """Dynamic shared memory of a block of moe_w13_many and of moe_w2_many, in bytes: barriers, the
-    ring, what sums leave through, the units' tables."""
-    ring = 512 + stages * (64 * rows + 2 * groups * BLOCK_BYTES)
-    w13 = groups * rows * (512 if shape.split > 1 else 128)
-    w13 += (stages // (shape.hidden // 32) + 2) * 16
-    w2 = groups * rows * 256 + (stages // (shape.intermediate // 32) + 2) * (16 + 8 * rows)
+def _shared_many(rows: int, stages: int, shape: MoeShape) -> tuple[int, int]:
+    # Of a block of moe_w13_many and of moe_w2_many: barriers, the ring, what sums leave through, the
+    # units' tables.
+    ring = 512 + stages * (64 * rows + 4 * BLOCK_BYTES)
+    w13 = rows * (1024 if shape.split > 1 else 256) + (stages // (shape.hidden // 32) + 2) * 16
+    w2 = rows * 512 + (stages // (shape.intermediate // 32) + 2) * (16 + 8 * rows)
     return ring + w13, ring + w2
 
 
-def many(shape: MoeShape, tokens: int, gpu: Gpu, rows: int, groups: int = 2) -> Schedule:
-    """The forms for dozens of rows an expert, of up to ``rows`` rows an item and ``groups``
-    warpgroups: as many stages as fit, in one block a multiprocessor."""
+def many(shape: MoeShape, tokens: int, gpu: Gpu, rows: int) -> Schedule:
+    """The forms for dozens of rows an expert, of up to ``rows`` rows an item: as many stages as fit,
+    in one block a multiprocessor."""
     items = most_items(shape, tokens * shape.top_k, rows)
-    stages = [
-        max(
-            s
-            for s in range(7, 17)
-            if many_shared(rows, groups, s, shape)[i] <= gpu.shared_per_sm - 1024
-        )
+    stages_w13, stages_w2 = (
+        max(s for s in range(7, 17) if _shared_many(rows, s, shape)[i] + 1024 <= gpu.shared_per_sm)
         for i in range(2)
-    ]
+    )
     return Schedule(
         block_rows=rows,
         w13="moe/w13_many",
         w2="moe/w2_many",
-        stages_w13=stages[0],
-        stages_w2=stages[1],
-        warps_w2=4 * groups,
+        stages_w13=stages_w13,
+        stages_w2=stages_w2,
+        warps_w2=8,
         warps_k=1,
         tiles_per_warp=0,
         threads_w13=0,
         threads_w2=0,
-        blocks_w13=min(items * -(-shape.intermediate // (64 * groups)), gpu.sms),
-        blocks_w2=min(items * -(-shape.hidden // (128 * groups)), gpu.sms),
-        groups=groups,
+        blocks_w13=min(items * -(-shape.intermediate // 128), gpu.sms),
+        blocks_w2=min(items * -(-shape.hidden // 256), gpu.sms),
     )
 
 

@@ -1,18 +1,18 @@
 // w13 of the routed experts with SiLU(gate) * up fused, the form for dozens of rows an expert on
 // sm_90a.
 //
-// A unit is an item's rows times GROUPS runs of gate columns and those of up, over all of K; a
-// warpgroup has both of a pair. Chunks are folded as moe_w13 folds them, term by term: the CHUNKS of
+// A unit is an item's rows times two runs of gate columns and those of up, over all of K; a warpgroup
+// has both of a pair. Chunks are folded as moe_w13 folds them, term by term: the CHUNKS of
 // a part in registers, the SPLIT parts in shared memory.
 #include "moe/w13.cuh"
 #include "moe/many.cuh"
 
 #ifdef WARPGROUP_MMA
-constexpr int kUnits = (kPairs + GROUPS - 1) / GROUPS;  // an item
+constexpr int kUnits = (kPairs + kGroups - 1) / kGroups;  // an item
 constexpr int kRowBytes = INTERMEDIATE * 16;            // of words, gate and up
 // A warpgroup's 128 columns x rows, fp32; 64 columns x rows, bf16, where there is but one part.
 constexpr int kScratch = BLOCK_ROWS * (SPLIT > 1 ? 512 : 128);
-constexpr int kTables = kAfterRing + GROUPS * kScratch;
+constexpr int kTables = kAfterRing + kGroups * kScratch;
 constexpr int kTable = 16;  // a unit
 constexpr int kTableCount = tables_for(kSteps);
 
@@ -55,61 +55,51 @@ struct Work {
 };
 
 struct TokenRows {
-  int from[RowCopier::kTiles];
+  int from[Copier::kTiles];
 
-  __device__ __forceinline__ TokenRows(const int* slots, int rows, int piece) {
+  __device__ __forceinline__ TokenRows(const int* slots, int rows) {
 #pragma unroll
-    for (int i = 0; i < RowCopier::kTiles; ++i)
-      from[i] = token_offset(slots, rows, i * kRowWarps + piece, threadIdx.x & 31);
+    for (int i = 0; i < Copier::kTiles; ++i)
+      from[i] = token_offset(slots, rows, i * 4 + Copier::place(), threadIdx.x & 31);
   }
   __device__ __forceinline__ bool has(int i) const { return from[i] >= 0; }
   __device__ __forceinline__ int offset(int i) const { return from[i]; }
 };
 
-// Arguments as moe_w13's; compile-time, besides moe_w13's: BLOCK_ROWS, GROUPS.
+// Arguments as moe_w13's; compile-time, besides moe_w13's: BLOCK_ROWS.
 // grid: as many blocks as multiprocessors
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moe_w13_many(const char* x, const char* packed, const char* scales, const int4* items,
                  const int* item_count, const int* slots, u16* act) {
-  const int lane = threadIdx.x & 31, role = (threadIdx.x >> 5) - 4 * GROUPS;
   Ring::make();
   wait_for_previous();
   let_next_start();
   const u32 tables = smem_addr(smem) + kTables;
-  if (role < 0) {
+  if (threadIdx.x < kMultipliers) {
+    wait_for_turn();
     take_registers();
     Multiplier with;
     const Work work{smem_addr(smem) + kAfterRing + (threadIdx.x >> 7) * kScratch, act};
     with.run<kTableCount>(work, tables, kTable);
-    return;
+    return arrive(with.done);  // lets the other begin where there is no unit
   }
   give_registers();
-  const int units = item_count[0] * kUnits;
-  int turn = 0, unit;
-  if (role < kPieces) {
-    if (lane > 0) return;
-    packed += role * (kRowBytes / 2), scales += role * (kRowBytes / 8);  // gate or up
-    Ring to;
-    for (; (unit = unit_at(turn)) < units; ++turn) {
-      const int expert = items[unit / kUnits].x, first = unit % kUnits * GROUPS;
-      copy_weights<kSteps, kRowBytes>(
-          to, packed + (long long)expert * (HIDDEN / 16 * kRowBytes) + first * 512,
-          scales + (long long)expert * (HIDDEN / GROUP * (kRowBytes / 4)) + first * kScaleBytes,
-          role, min(GROUPS, kPairs - first));
-    }
-    return show_end(to);
-  }
-  const int piece = role - kPieces;
-  RowCopier rows;
+  const int units = item_count[0] * kUnits, place = Copier::place();
+  packed += place / kGroups * (kRowBytes / 2), scales += place / kGroups * (kRowBytes / 8);  // of up
+  Copier copier;
+  int turn = 0;
   auto table = [&] { return tables + turn % kTableCount * kTable; };
-  for (; (unit = unit_at(turn)) < units; ++turn) {
+  for (int unit; (unit = unit_at(turn)) < units; ++turn) {
     const int4 item = items[unit / kUnits];
-    if (piece == 0 && lane == 0)
-      Unit{item.y, item.z, unit % kUnits * GROUPS, item.w}.store(table());
-    rows.copy<kSteps>(x, piece, TokenRows(slots + item.y, item.z, piece));
+    const int first = unit % kUnits * kGroups, pair = first + place % kGroups;
+    if (threadIdx.x == kMultipliers) Unit{item.y, item.z, first, item.w}.store(table());
+    copier.copy<kSteps, kRowBytes>(
+        x, TokenRows(slots + item.y, item.z),
+        packed + (long long)item.x * (HIDDEN / 16 * kRowBytes) + pair * 512,
+        scales + (long long)item.x * (HIDDEN / GROUP * (kRowBytes / 4)) + pair * kScaleBytes,
+        pair < kPairs);
   }
-  if (piece == 0 && lane == 0) Unit{}.store(table());
-  rows.finish();
-  show_end(rows.ring);
+  if (threadIdx.x == kMultipliers) Unit{}.store(table());
+  copier.finish();
 }
 #endif

@@ -14,7 +14,7 @@ constexpr int kRunsAUnit = kRuns * kPasses;
 constexpr int kUnits = (kColumnRuns + kRunsAUnit - 1) / kRunsAUnit;  // an item
 constexpr int kRowBytes = HIDDEN * 8;                                // of words
 constexpr int kScratch = 2 * BLOCK_ROWS * 128;  // a warpgroup's 128 columns x rows, bf16
-constexpr int kTables = kAfterRing + GROUPS * kScratch;
+constexpr int kTables = kAfterRing + kGroups * kScratch;
 constexpr int kTable = 16 + BLOCK_ROWS * 8;  // a unit, its rows' slots, their router weights
 constexpr int kTableCount = tables_for(kSteps);
 
@@ -32,7 +32,7 @@ struct Work {
     for (int p = 0; p < kPasses && Unit::load(table).first + p * kRuns < kColumnRuns; ++p)
       pass<NT>(with, table, p * kRuns + (threadIdx.x >> 7));
   }
-  // The runs `ahead` of the unit's first, and GROUPS beyond.
+  // The runs `ahead` of the unit's first, and kGroups beyond.
   template <int NT>
   __device__ __forceinline__ void pass(Multiplier& with, u32 table, int ahead) const {
     float4 sum[2][NT];
@@ -58,8 +58,8 @@ struct Work {
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
         const uint4 v = load_piece(scratch + h * (BLOCK_ROWS * 128), r);
-        if (r < unit.rows && first + h * GROUPS < kColumnRuns)
-          *reinterpret_cast<uint4*>(to + (first + h * GROUPS) * 64) = v;
+        if (r < unit.rows && first + h * kGroups < kColumnRuns)
+          *reinterpret_cast<uint4*>(to + (first + h * kGroups) * 64) = v;
       }
     }
     sync_group();  // before rows of the next pass lie here
@@ -70,71 +70,56 @@ struct Work {
 struct ActRows {
   int left;
 
-  __device__ __forceinline__ bool has(int i) const { return i * (kRowWarps * 8) < left; }
+  __device__ __forceinline__ bool has(int i) const { return i * 32 < left; }
   __device__ __forceinline__ int offset(int i) const {
-    return i * (kRowWarps * 8 * INTERMEDIATE * 2);
+    return i * (32 * INTERMEDIATE * 2);
   }
 };
 
 // Arguments as moe_w2's, but its last. Compile-time: HIDDEN, INTERMEDIATE, GROUP, BLOCK_ROWS, STAGES,
-// GROUPS, CHUNKS.
+// CHUNKS.
 // grid: as many blocks as multiprocessors
 extern "C" __global__ void __launch_bounds__(kThreads, 1)
     moe_w2_many(const char* act, const char* packed, const char* scales, const int4* items,
                 const int* item_count, const int* slots, const float* router_weights, u16* y) {
-  const int lane = threadIdx.x & 31, role = (threadIdx.x >> 5) - 4 * GROUPS;
   Ring::make();
   let_next_start();
   const u32 tables = smem_addr(smem) + kTables;
-  if (role < 0) {
+  if (threadIdx.x < kMultipliers) {
+    wait_for_turn();
     take_registers();
     Multiplier with;
     const Work work{smem_addr(smem) + kAfterRing + (threadIdx.x >> 7) * kScratch, y};
     with.run<kTableCount>(work, tables, kTable);
-    return;
+    return arrive(with.done);  // lets the other begin where there is no unit
   }
   give_registers();
-  // Items were written two kernels ago, and the kernel before waited for that one.
-  const int units = item_count[0] * kUnits;
-  int turn = 0, unit;
-  if (role < kPieces) {
-    if (lane > 0) return;
-    Ring to;
-    for (; (unit = unit_at(turn)) < units; ++turn) {
-      const int expert = items[unit / kUnits].x, begin = unit % kUnits * kRunsAUnit;
-      const char* w = packed + (long long)expert * (INTERMEDIATE / 16 * kRowBytes);
-      const char* s = scales + (long long)expert * (INTERMEDIATE / GROUP * (kRowBytes / 4));
-      const int last = min(begin + kRunsAUnit, kColumnRuns);
-#pragma unroll 1
-      for (int first = begin + role * GROUPS; first < last + role * GROUPS; first += kRuns)
-        copy_weights<kSteps, kRowBytes>(to, w + first * 512, s + first * kScaleBytes, role,
-                                        min(GROUPS, kColumnRuns - first));
-    }
-    return show_end(to);
-  }
   wait_for_previous();
-  const int piece = role - kPieces;
-  RowCopier rows;
+  const int units = item_count[0] * kUnits, lane = threadIdx.x & 31, place = Copier::place();
+  Copier copier;
+  int turn = 0;
   auto table = [&] { return tables + turn % kTableCount * kTable; };
-  for (; (unit = unit_at(turn)) < units; ++turn) {
+  for (int unit; (unit = unit_at(turn)) < units; ++turn) {
     const int4 item = items[unit / kUnits];
     const int begin = unit % kUnits * kRunsAUnit, last = min(begin + kRunsAUnit, kColumnRuns);
-    if (piece == 0 && lane == 0) Unit{item.y, item.z, begin, item.w}.store(table());
+    if (threadIdx.x == kMultipliers) Unit{item.y, item.z, begin, item.w}.store(table());
 #pragma unroll 1
-    for (int r = piece * 32 + lane; r < item.z; r += kRowWarps * 32) {
+    for (int r = place * 32 + lane; r < item.z; r += kCopiers) {
       const int slot = slots[item.y + r];
       store_shared4(table() + 16 + r * 4, slot);
       store_shared4(table() + 16 + BLOCK_ROWS * 4 + r * 4,
                     __float_as_uint(router_weights[slot] * kWeightUnit));
     }
-    const int first_row = piece * 8 + (lane >> 2);
+    const char* w = packed + (long long)item.x * (INTERMEDIATE / 16 * kRowBytes);
+    const char* s = scales + (long long)item.x * (INTERMEDIATE / GROUP * (kRowBytes / 4));
+    const int first_row = place * 8 + (lane >> 2);
     const char* from = act + (long long)(item.y + first_row) * (INTERMEDIATE * 2) + (lane & 3) * 16;
 #pragma unroll 1
-    for (int first = begin; first < last; first += kRuns)
-      rows.copy<kSteps>(from, piece, ActRows{item.z - first_row});
+    for (int run = begin + place; run < last + place; run += kRuns)
+      copier.copy<kSteps, kRowBytes>(from, ActRows{item.z - first_row}, w + run * 512,
+                                     s + run * kScaleBytes, run < kColumnRuns);
   }
-  if (piece == 0 && lane == 0) Unit{}.store(table());
-  rows.finish();
-  show_end(rows.ring);
+  if (threadIdx.x == kMultipliers) Unit{}.store(table());
+  copier.finish();
 }
 #endif
