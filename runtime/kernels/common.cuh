@@ -43,6 +43,9 @@ template <int PENDING>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory");
 }
+__device__ __forceinline__ void wait_all_copies() {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+}
 
 // ---- shared memory -------------------------------------------------------------------------
 
@@ -270,6 +273,10 @@ __device__ __forceinline__ void show_barriers() {
 }
 __device__ __forceinline__ void arrive(u32 barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+// Arrives when this thread's copies so far are done. Says nothing of its ordinary stores.
+__device__ __forceinline__ void arrive_after_copies(u32 barrier) {
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(barrier) : "memory");
 }
 // Arrives; the phase also waits for so many bytes.
 __device__ __forceinline__ void arrive_expecting(u32 barrier, u32 bytes) {

@@ -33,8 +33,6 @@ constexpr int kWords = 2 * kTile;
 constexpr int kStage = kRows + kRuns * kBlockBytes;
 constexpr int kBarriers = 512;  // bytes, before the ring: a full and an empty one a stage, two more
 constexpr int kAfterRing = kBarriers + STAGES * kStage;
-constexpr int kLate = STAGES - 5;  // stages after which copies are waited for
-static_assert(kLate > 0, "the ring must turn");
 static_assert((2 * STAGES + kGroups) * 8 <= kBarriers, "barriers must fit");
 
 extern __shared__ __align__(1024) char smem[];  // barriers, ring, scratches, tables
@@ -85,11 +83,9 @@ __device__ __forceinline__ void wait_for_turn() {
   if (threadIdx.x >= 128) wait_barrier(begun(0), 0);
 }
 
-// By each warp that copies. Copies are waited for, and shown to the MMAs, kLate stages later.
+// By each warp that copies.
 struct Copier {
   Ring ring;
-  u32 shown = ring.full;  // the full barrier of the next stage to show
-  int behind = 0;
 
   static constexpr int kTiles = BLOCK_ROWS / 32;
   // Which run of the stage's, and which of every four tiles of rows.
@@ -116,27 +112,15 @@ struct Copier {
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
         if (rows.has(i)) copy16_l2(ring.stage + row + i * (4 * kTokenBytes), x + rows.offset(i));
-      commit_copies();
+      arrive_after_copies(ring.full);
       ring.advance();
-      if (behind < kLate) {
-        ++behind;
-      } else {
-        wait_copies<kLate>();
-        show();
-      }
     }
   }
-  // After the last unit: shows what is left, and a stage without contents.
+  // After the last unit: a stage without contents.
   __device__ __forceinline__ void finish() {
-    wait_copies<0>();
-    for (; behind > 0; --behind) show();
+    wait_all_copies();
     wait_barrier(ring.empty(), ring.parity ^ 1);
     arrive(ring.full);
-  }
-  __device__ __forceinline__ void show() {
-    fence_for_mma();
-    arrive(shown);
-    shown = shown + 8 == smem_addr(smem) + STAGES * 8 ? smem_addr(smem) : shown + 8;
   }
 };
 
@@ -205,6 +189,7 @@ struct Multiplier {
         wait_mmas<1>();  // those before the last are through with their registers
         fragment(w[kt][0], s[0], a[0]);
         fragment(w[kt][1], s[1], a[1]);
+        if (kt == 0) fence_for_mma();  // copies were ordinary ones
         begin_mmas();
         mma_async(acc[0], a[0], rows + 2 * kt);
         mma_async(acc[1], a[1], rows + 2 * kt);

@@ -93,6 +93,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     const int4 item = items[unit / kUnits];
     const int first = unit % kUnits * kGroups, pair = first + place % kGroups;
     if (threadIdx.x == kMultipliers) Unit{item.y, item.z, first, item.w}.store(table());
+    __threadfence_block();
     copier.copy<kSteps, kRowBytes>(
         x, TokenRows(slots + item.y, item.z),
         packed + (long long)item.x * (HIDDEN / 16 * kRowBytes) + pair * 512,

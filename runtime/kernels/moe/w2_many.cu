@@ -110,6 +110,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
       store_shared4(table() + 16 + BLOCK_ROWS * 4 + r * 4,
                     __float_as_uint(router_weights[slot] * kWeightUnit));
     }
+    __threadfence_block();
     const char* w = packed + (long long)item.x * (INTERMEDIATE / 16 * kRowBytes);
     const char* s = scales + (long long)item.x * (INTERMEDIATE / GROUP * (kRowBytes / 4));
     const int first_row = place * 8 + (lane >> 2);
