@@ -6,6 +6,7 @@ there are and from the GPU, and decides only the time.
 """
 
 from dataclasses import dataclass, replace
+from math import comb, sqrt
 
 from kconvert.runtime.kernels.gpu import Gpu
 
@@ -166,10 +167,20 @@ def most_items(shape: MoeShape, pairs: int, block_rows: int) -> int:
     return min(pairs, min(shape.experts, pairs) + pairs // block_rows)
 
 
-def _likely_items(shape: MoeShape, tokens: int) -> int:
-    # Experts that a uniform router touches, and three standard deviations.
-    untouched = (1 - shape.top_k / shape.total_experts) ** tokens
-    return round(shape.experts * (1 - untouched)) + 24
+def _likely_items(shape: MoeShape, tokens: int, block_rows: int) -> int:
+    # Of a uniform router: items on average, two where an expert has more rows than a block, and
+    # three standard deviations.
+    chance = shape.top_k / shape.total_experts
+    none, full = (
+        sum(
+            comb(tokens, r) * chance**r * (1 - chance) ** (tokens - r)
+            for r in range(min(rows, tokens) + 1)
+        )
+        for rows in (0, block_rows)
+    )
+    items = shape.experts * (1 - none + 1 - full)
+    deviation = sqrt(max(0.0, shape.experts * (none * (1 - none) + full * (1 - full))))
+    return max(1, round(items + 3 * deviation))
 
 
 def schedule(shape: MoeShape, tokens: int, gpu: Gpu) -> Schedule:
@@ -190,7 +201,9 @@ def schedule(shape: MoeShape, tokens: int, gpu: Gpu) -> Schedule:
     tiles_per_warp = 1 if few else 2 if block_rows < 32 else 4
     items = most_items(shape, pairs, block_rows)
     w13, w2, runs = "moe/w13", "moe/w2", shape.intermediate // 64
-    blocks_w13 = min(items, _likely_items(shape, tokens)) * runs  # further ones in a second turn
+    if block_rows == 8:  # further ones in a second turn
+        items = min(items, _likely_items(shape, tokens, block_rows))
+    blocks_w13 = items * runs
     blocks_w2 = items * -(-shape.hidden // (64 * warps_w2 // warps_k * tiles_per_warp))
     if block_rows > 8:
         w13, blocks_w13 = "moe/w13_wide", items * -(-runs // 4)

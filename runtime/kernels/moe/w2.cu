@@ -136,8 +136,8 @@ __device__ __forceinline__ void run(const u16* act, const char* packed, const ch
 // packed  int32 [experts, INTERMEDIATE/16, 2 HIDDEN]
 // scales  bf16 [experts, INTERMEDIATE/GROUP, HIDDEN]
 // y       bf16 [tokens * top_k, HIDDEN], a row for each slot
-// grid    items x ceil(HIDDEN/64 / (WARPS/WARPS_K * tiles_per_warp)) blocks of WARPS warps;
-//         tiles_per_warp is 1 when WARPS_K > 1
+// grid    items, of 8 rows as many as are likely, x ceil(HIDDEN/64 / (WARPS/WARPS_K *
+//         tiles_per_warp)) blocks of WARPS warps; tiles_per_warp is 1 when WARPS_K > 1
 extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
     moe_w2(const u16* act, const char* packed, const char* scales, const int4* items,
            const int* item_count, const int* slots, const float* router_weights, u16* y,
@@ -149,25 +149,32 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, MIN_BLOCKS)
   // y in the L2. Few: an item after the other, so that those past the end of the list come last.
   constexpr bool kByColumns = BLOCK_ROWS > 8;
   const int listed = gridDim.x / blocks;
-  const int item = kByColumns ? blockIdx.x % listed : blockIdx.x / blocks;
+  int item = kByColumns ? blockIdx.x % listed : blockIdx.x / blocks;
+  const int begin = (kByColumns ? blockIdx.x / listed : blockIdx.x % blocks) * per_block;
+  const int end = min(begin + per_block, kTiles), first = begin + (threadIdx.x >> 5) / WARPS_K;
   // Items were written two kernels ago, and the kernel before waited for that one.
   const int count = item_count[0];
-  const int4 it = items[item];  // may be past the end of the list, never of the buffer
+  int4 it = items[item];  // may be past the end of the list, never of the buffer
   if (item >= count) return wait_for_previous();
-  const char* w = packed + (long long)it.x * (INTERMEDIATE / 16) * (HIDDEN * 8);
-  const char* s = scales + (long long)it.x * (INTERMEDIATE / GROUP) * (HIDDEN * 2);
-  const u16* a = act + (long long)it.y * INTERMEDIATE;
-  const int begin = (kByColumns ? blockIdx.x / listed : blockIdx.x % blocks) * per_block;
-  const int end = min(begin + per_block, kTiles);
-  const int first = begin + (threadIdx.x >> 5) / WARPS_K;
-  switch ((it.z + 7) / 8) {
-    case 1: return run<1>(a, w, s, slots + it.y, it.z, router_weights, y, first, end);
+#pragma unroll 1
+  for (;;) {
+    const char* w = packed + (long long)it.x * (INTERMEDIATE / 16) * (HIDDEN * 8);
+    const char* s = scales + (long long)it.x * (INTERMEDIATE / GROUP) * (HIDDEN * 2);
+    const u16* a = act + (long long)it.y * INTERMEDIATE;
+    switch ((it.z + 7) / 8) {
+      case 1: run<1>(a, w, s, slots + it.y, it.z, router_weights, y, first, end); break;
 #if BLOCK_ROWS >= 16
-    case 2: return run<2>(a, w, s, slots + it.y, it.z, router_weights, y, first, end);
+      case 2: run<2>(a, w, s, slots + it.y, it.z, router_weights, y, first, end); break;
 #endif
 #if BLOCK_ROWS >= 32
-    case 3: return run<3>(a, w, s, slots + it.y, it.z, router_weights, y, first, end);
-    case 4: return run<4>(a, w, s, slots + it.y, it.z, router_weights, y, first, end);
+      case 3: run<3>(a, w, s, slots + it.y, it.z, router_weights, y, first, end); break;
+      case 4: run<4>(a, w, s, slots + it.y, it.z, router_weights, y, first, end); break;
 #endif
+    }
+    if (kByColumns) return;  // the grid has a block for every item
+    item += listed;
+    if (item >= count) return;
+    it = items[item];
+    __syncthreads();  // before what it needs lies here
   }
 }
