@@ -86,6 +86,9 @@ __device__ __forceinline__ void wait_for_turn() {
 // By each warp that copies.
 struct Copier {
   Ring ring;
+  // The stage and lane * 16, counted up beside it: given the sum of a uniform and a lane's register, and
+  // a cache hint, the assembler writes a copy whose uniform register is not the right one.
+  u32 mine = ring.stage + (threadIdx.x & 31) * 16;
 
   static constexpr int kTiles = BLOCK_ROWS / 32;
   // Which run of the stage's, and which of every four tiles of rows.
@@ -97,23 +100,24 @@ struct Copier {
   __device__ __forceinline__ void copy(const char* x, const Rows& rows, const char* words,
                                        const char* scales, bool there) {
     const int lane = threadIdx.x & 31;
-    const u32 row = place() * kTokenBytes + token_write_offset(lane);
-    const u32 word = kRows + place() * 512 + lane * 16;
-    const u32 scale = kRows + kWords + place() * kScaleBytes + lane * 16;
+    const u32 row = place() * kTokenBytes + token_write_offset(lane) - lane * 16;
+    const u32 word = kRows + place() * 512;
+    const u32 scale = kRows + kWords + place() * kScaleBytes;
     words += lane * 16, scales += lane * 16;
 #pragma unroll 1
     for (int s = 0; s < STEPS; ++s, x += kBlockK * 2, words += 2 * ROW) {
       wait_barrier(ring.empty(), ring.parity ^ 1);
       if (there) {
-        copy16_once(ring.stage + word, words);
-        copy16_once(ring.stage + word + kTile, words + ROW);
-        if (lane < 8) copy16_once(ring.stage + scale, scales + s * kBlockK / GROUP * (ROW / 4));
+        copy16_once(mine + word, words);
+        copy16_once(mine + word + kTile, words + ROW);
+        if (lane < 8) copy16_once(mine + scale, scales + s * kBlockK / GROUP * (ROW / 4));
       }
 #pragma unroll
       for (int i = 0; i < kTiles; ++i)
-        if (rows.has(i)) copy16_l2(ring.stage + row + i * (4 * kTokenBytes), x + rows.offset(i));
+        if (rows.has(i)) copy16_l2(mine + row + i * (4 * kTokenBytes), x + rows.offset(i));
       arrive_after_copies(ring.full);
       ring.advance();
+      mine = ring.full == smem_addr(smem) ? smem_addr(smem) + kBarriers + lane * 16 : mine + kStage;
     }
   }
   // After the last unit: a stage without contents.
