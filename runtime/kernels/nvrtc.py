@@ -33,6 +33,7 @@ class Resources:
     spills: int
     static_shared: int
     serialized: bool  # the assembler makes each warpgroup MMA wait for the one before
+    wrong_copies: int  # copies that end in an illegal instruction, see _wrong_copies
 
 
 def entry_of(kernel: str) -> str:
@@ -66,7 +67,7 @@ def compile_cubin(
 
 def resources(kernel: str, arch: str, defines: Mapping[str, int]) -> Resources:
     """Compile and read the assembler's report of the one kernel in the file."""
-    _, log = compile_cubin(kernel, arch, defines, report=True)
+    cubin, log = compile_cubin(kernel, arch, defines, report=True)
     reports = _RESOURCES.findall(log)
     if len(reports) != 1:
         raise ValueError(f"{kernel}.cu for {arch}: expected one entry in the report, got:\n{log}")
@@ -78,7 +79,16 @@ def resources(kernel: str, arch: str, defines: Mapping[str, int]) -> Resources:
         spills=int(stores) + int(loads),
         static_shared=int(shared.group(1)) if shared else 0,
         serialized="wgmma.mma_async instructions are serialized" in log,
+        wrong_copies=_wrong_copies(cubin),
     )
+
+
+def _wrong_copies(cubin: bytes) -> int:
+    # NVRTC 13.0 encodes a cp.async with a cache hint (LDGSTS, 16 bytes) to an address that is a lane's
+    # register plus a uniform one with uniform registers 0 and 1, whichever hold the values: an H200
+    # called that instruction illegal. Opcode and flags as disassembled there.
+    words = [int.from_bytes(cubin[i : i + 16], "little") for i in range(0, len(cubin) - 15, 16)]
+    return sum(word & 0xFFF == 0xDAE and word >> 72 & 0xFFFFFF == 0x0B901C for word in words)
 
 
 @cache

@@ -65,7 +65,7 @@ REGISTERS = {
     ("drafter/heads", 0): (26, 28, 30),
     ("drafter/attend", 0): (36, 34, 44),
     ("moe/w13", 8): (96, 128, 128),
-    ("moe/w2", 8): (99, 99, 99),
+    ("moe/w2", 8): (107, 109, 104),
     ("moe/w13_wide", 16): (0, 106, 102),
     ("moe/w13_group", 16): (168, 0, 0),
     ("moe/w2", 16): (100, 112, 116),
@@ -94,9 +94,7 @@ SHARED = {
     ("ep8", 1024): ((200904, 200904), (75776, 109568), (75776, 100352)),
     ("tp8", 2048): ((205344, 174656), (114688, 76800), (75776, 52224)),
     ("tp8", 4096): ((227872, 224832), (114688, 76800), (75776, 52224)),
-    ("tp2", 4096): ((227872, 223264), (75776, 76800), (75776, 76800)),
     ("tp1", 4096): ((197152, 223264), (75776, 109568), (75776, 100352)),
-    ("ep8", 2048): ((205344, 173600), (75776, 109568), (75776, 100352)),
     ("ep8", 4096): ((227872, 223264), (75776, 109568), (75776, 100352)),
 }
 
@@ -146,7 +144,8 @@ def test_gemm_kernels(arch):
         if key not in compiled:
             compiled[key] = nvrtc.resources(kernel, arch, defines)
         found, where = compiled[key], f"{name}, {tokens} tokens, {kernel}"
-        assert found.spills == found.stack == 0 and not found.serialized, where
+        assert found.spills == found.stack == found.wrong_copies == 0, where
+        assert not found.serialized, where
         most = REGISTERS[kernel, defines["BLOCK_ROWS"]][list(GPUS).index(arch)]
         assert found.registers <= most, where
         assert shared + found.static_shared <= limit, where
