@@ -5,9 +5,8 @@
 // holds two runs of 64 columns, a run one MMA of 64 columns x the item's rows, its A in registers,
 // its B the rows in shared memory. The four warps of a third one copy, ahead of the others by a ring
 // of stages, from one unit into the next: each has one of the block's four runs, and every fourth
-// tile of rows, 16 bytes a lane. (One thread that asked the bulk copy engine for all weights needed
-// 85 instructions a stage, each waiting for the one before: slower than the MMAs.) What a unit is
-// they leave in a table, so that those who multiply read no list. No block waits for another.
+// tile of rows, 16 bytes a lane. What a unit is they leave in a table, so that those who multiply read
+// no list. No block waits for another.
 //
 // Which lane multiplies which word: an MMA's warp w takes 16 columns of the run, one word a lane, and
 // a lane's words of the run's four fragments lie beside each other. Were all lanes of a warp to take
@@ -31,14 +30,14 @@ constexpr int kRows = BLOCK_ROWS * kBlockK * 2;
 constexpr int kTile = kRuns * 512;
 constexpr int kWords = 2 * kTile;
 constexpr int kStage = kRows + kRuns * kBlockBytes;
-constexpr int kBarriers = 512;  // bytes, before the ring: a full and an empty one a stage, two more
+constexpr int kBarriers = 512;  // bytes, before the ring: a full and an empty one a stage, one more
 constexpr int kAfterRing = kBarriers + STAGES * kStage;
-static_assert((2 * STAGES + kGroups) * 8 <= kBarriers, "barriers must fit");
+static_assert((2 * STAGES + 1) * 8 <= kBarriers, "barriers must fit");
 
 extern __shared__ __align__(1024) char smem[];  // barriers, ring, scratches, tables
 
-// What a warpgroup that multiplies arrives at with its first stage.
-__device__ __forceinline__ u32 begun(int group) { return smem_addr(smem) + STAGES * 16 + group * 8; }
+// A barrier that nobody waits for.
+__device__ __forceinline__ u32 nothing() { return smem_addr(smem) + STAGES * 16; }
 
 struct Ring {
   u32 stage, full, parity;
@@ -57,7 +56,7 @@ struct Ring {
     if (threadIdx.x < STAGES) {
       make_barrier(full, kCopiers);
       make_barrier(full + STAGES * 8, kMultipliers);
-      if (threadIdx.x < kGroups) make_barrier(begun(threadIdx.x), 128);
+      if (threadIdx.x == 0) make_barrier(nothing(), kMultipliers);
       show_barriers();
     }
     __syncthreads();
@@ -75,12 +74,6 @@ __device__ __forceinline__ void take_registers() {
 }
 __device__ __forceinline__ void give_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-}
-
-// The second warpgroup begins a stage after the first: so one folds its chains while the other
-// multiplies, and stays behind by as much.
-__device__ __forceinline__ void wait_for_turn() {
-  if (threadIdx.x >= 128) wait_barrier(begun(0), 0);
 }
 
 // By each warp that copies.
@@ -148,13 +141,12 @@ __device__ constexpr int tables_for(int steps) { return STAGES / steps + 2; }
 
 struct Multiplier {
   Ring ring;
-  u32 done;  // the empty barrier of the stage before, whose rows MMAs may be reading
+  u32 done = nothing();  // the empty barrier of the stage before, whose rows MMAs may be reading
   u32 words, scales;     // this lane's of its first run, in a stage
 
   __device__ __forceinline__ Multiplier() {
     const int lane = threadIdx.x & 31, group = threadIdx.x >> 7;
     const int fragment = ((threadIdx.x >> 5) + (lane >> 3)) & 3;
-    done = begun(group);
     words = kRows + group * 512 + lane * 16 + fragment * 4;
     scales = kRows + kWords + group * kScaleBytes + (lane >> 2) * 16 + fragment * 4;
   }
@@ -187,19 +179,19 @@ struct Multiplier {
           ScalePair(load_shared4(ring.stage + scales)),
           ScalePair(load_shared4(ring.stage + scales + kGroups * kScaleBytes))};
       const u64 rows = describe_rows(ring.stage);
+      fence_for_mma();  // rows came by ordinary copies
 #pragma unroll
-      for (int kt = 0; kt < 2; ++kt) {
-        u32 a[2][4];
-        wait_mmas<1>();  // those before the last are through with their registers
-        fragment(w[kt][0], s[0], a[0]);
-        fragment(w[kt][1], s[1], a[1]);
-        if (kt == 0) fence_for_mma();  // copies were ordinary ones
-        begin_mmas();
-        mma_async(acc[0], a[0], rows + 2 * kt);
-        mma_async(acc[1], a[1], rows + 2 * kt);
-        commit_mmas();
-        if (kt == 1) arrive(done);
-      }
+      for (int kt = 0; kt < 2; ++kt)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          u32 a[4];
+          wait_mmas<2>();  // those before the last two are through with their registers
+          fragment(w[kt][r], s[r], a);
+          begin_mmas();
+          mma_async(acc[r], a, rows + 2 * kt);
+          commit_mmas();
+          if (kt == 1 && r == 0) arrive(done);
+        }
       done = ring.empty();
       ring.advance();
     }

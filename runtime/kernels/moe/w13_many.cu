@@ -76,12 +76,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   let_next_start();
   const u32 tables = smem_addr(smem) + kTables;
   if (threadIdx.x < kMultipliers) {
-    wait_for_turn();
     take_registers();
     Multiplier with;
     const Work work{smem_addr(smem) + kAfterRing + (threadIdx.x >> 7) * kScratch, act};
     with.run<kTableCount>(work, tables, kTable);
-    return arrive(with.done);  // lets the other begin where there is no unit
+    return;
   }
   give_registers();
   const int units = item_count[0] * kUnits, place = Copier::place();

@@ -86,12 +86,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
   let_next_start();
   const u32 tables = smem_addr(smem) + kTables;
   if (threadIdx.x < kMultipliers) {
-    wait_for_turn();
     take_registers();
     Multiplier with;
     const Work work{smem_addr(smem) + kAfterRing + (threadIdx.x >> 7) * kScratch, y};
     with.run<kTableCount>(work, tables, kTable);
-    return arrive(with.done);  // lets the other begin where there is no unit
+    return;
   }
   give_registers();
   wait_for_previous();
