@@ -155,7 +155,7 @@ class _Processes:
         worker = self._idle.get()
         try:
             worker.send((job, number, files, active))
-            answer = worker.recv()
+            done, intervals = worker.recv()
         except (EOFError, OSError):
             for process in self._processes:  # whoever waits for one is told so too
                 process.kill()
@@ -165,10 +165,10 @@ class _Processes:
             ) from None
         finally:
             self._idle.put(worker)
-        done, intervals = answer
         self._meter.record(intervals)
         if isinstance(done, BaseException):
             raise done
+        assert isinstance(done, Done)
         return done
 
     def forget(self, shard: str) -> None:
@@ -192,7 +192,8 @@ def _turns(plan: Plan, lock: Callable[[], Turn]) -> _Turns:
 
 def _shared_lock(context: Any) -> Turn:
     try:
-        return context.Lock()
+        lock: Turn = context.Lock()
+        return lock
     except OSError:  # no semaphores here: the kernel's own lock keeps writers apart too
         return threading.Lock()
 

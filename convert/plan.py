@@ -19,6 +19,7 @@ from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import W13_ROWS, stacked_tensors
 from kconvert.layouts.families.family import Family
 from kconvert.layouts.formats.format import Format, QuantizedMatrix
+from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import VISION, Group, Model, layer_name, layer_numbers, ranges
 from kconvert.layouts.quantization import Role
@@ -220,7 +221,7 @@ def _rank_file(
             dtype=dtype,
             shape=shape,
             offset=0,
-            nbytes=math.prod(shape) * blob.DTYPE_BYTES[dtype],
+            nbytes=math.prod(shape) * DTYPE_BYTES[dtype],
             experts=len(experts),
         )
         tensors.append(PlannedTensor(stored, cut))

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from kconvert.layouts.errors import UnsupportedError
 
@@ -11,7 +11,8 @@ from kconvert.layouts.errors import UnsupportedError
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """Share `index` of `count`: every count-th layer, and of share 0 also what is no layer."""
 
     index: int

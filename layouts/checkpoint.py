@@ -4,7 +4,7 @@ No weight is read. Everything hostile or broken is refused here, in one sentence
 compiler and the validator work on facts.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,7 +81,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def assemble(
     folder: Path,
-    files: dict[str, int | None],
+    files: Mapping[str, int | None],
     read_headers: Callable[[list[str]], dict[str, Header]],
 ) -> Checkpoint:
     """Inventory of the checkpoint whose `files` have so many bytes (None: not a file).

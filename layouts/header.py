@@ -8,6 +8,7 @@ silent (duplicate keys) and plainer where it misnames a fault (LFS pointers, tru
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import prod
 from operator import itemgetter
@@ -186,8 +187,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
         raise ValueError(f"key {twice!r} stands there twice")
     return table
 

@@ -83,7 +83,8 @@ def read_manifest(output: Path) -> Manifest:
 def _flat(record: FileEntry | Manifest) -> dict[str, Any]:
     """A record's fields, and beside them what its reader did not know."""
     table = dict(vars(record))
-    return table | table.pop("unknown")
+    unknown: dict[str, Any] = table.pop("unknown")
+    return table | unknown
 
 
 def _known(kind: type[FileEntry | Manifest], table: dict[str, Any]) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -178,7 +178,8 @@ class Ranks:
         return [part.numpy() for part in parts]
 
 
-class Team(NamedTuple):
+@dataclass(frozen=True)
+class Team:
     """One of `count` teams of ranks that do the same work on different inputs."""
 
     ranks: Ranks

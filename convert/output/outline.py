@@ -51,13 +51,13 @@ class Outline:
                 content = (output / name).read_bytes()
                 files[name] = FileEntry(len(content), digest(content))
                 _check(output / name, files[name].digest, wanted)
-        for name, wanted in self.blobs.items():
+        for name, fingerprint in self.blobs.items():
             path = output / name
             if path.is_file():
                 header, info = read_blob(path)
                 size = path.stat().st_size
                 files[name] = FileEntry(size, digest(header.raw), info.fingerprint)
-                _check(path, info.fingerprint, wanted)
+                _check(path, info.fingerprint, fingerprint)
         expected = self.small_files.keys() | self.blobs.keys()
         # Vision may be wanting where this or an earlier run was told to leave it out.
         text_only = self.text_only and _VISION_BLOB not in files

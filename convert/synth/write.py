@@ -129,14 +129,14 @@ def _write_shard(
 def _content(tensor: SynthTensor, seed: int) -> Iterator[memoryview]:
     """A tensor's bytes in pieces of at most 8 MB."""
     if tensor.value:
-        yield memoryview(np.array(tensor.value, np.int32)).cast("B")
+        yield np.array(tensor.value, np.int32).data.cast("B")
         return
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(tensor.name.encode())]))
     total = _nbytes(tensor)
     for start in range(0, total, 8 * _CHUNK_WORDS):
         size = min(8 * _CHUNK_WORDS, total - start)
         words = rng.integers(0, 1 << 64, -(-size // 8), np.uint64)
-        yield memoryview(_shaped(tensor, words)).cast("B")[:size]
+        yield _shaped(tensor, words).data.cast("B")[:size]
 
 
 def _shaped(tensor: SynthTensor, random: NDArray[np.uint64]) -> NDArray[np.generic]:

@@ -38,7 +38,7 @@ class StoredExpert:
     def check(self) -> None:
         """Raise CheckpointError where a part was changed."""
         for part, array in (pair for pairs in self._parts.values() for pair in pairs):
-            found = digest(memoryview(array).cast("B"))
+            found = digest(array.data.cast("B"))
             refuse_changed(part.place, found, part.digest, f", expert {self._index}")
 
     def lies_as(self, other: "StoredExpert") -> bool:
