@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -32,6 +32,7 @@ from kconvert.runtime.weights import Blobs
 
 if TYPE_CHECKING:
     from kconvert.runtime.backends.cuda_decoder import CudaDecoder, Drafts
+    from kconvert.runtime.drafting.cuda_drafter import CudaDrafter
 
 MODES = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
@@ -64,7 +65,10 @@ class Engine:
     """A converted model, ready to generate. `Engine.open` makes one."""
 
     def __init__(
-        self, model: Model, drafter: Drafter | None, decoder: "CudaDecoder | None" = None
+        self,
+        model: Model[Any],
+        drafter: "Drafter | CudaDrafter | None",
+        decoder: "CudaDecoder | None" = None,
     ) -> None:
         """`decoder` runs texts where the model is on a GPU."""
         self.model, self.drafter, self.decoder = model, drafter, decoder
@@ -146,7 +150,7 @@ class Engine:
                     Path(drafter), share.whole, _target(config), torch.bfloat16, device, share.cut
                 )
                 opened = CudaDrafter(share, weights, model)
-            return cls(model, opened, CudaDecoder(model, opened))  # type: ignore[arg-type]
+            return cls(model, opened, CudaDecoder(model, opened))
 
     @property
     def device(self) -> str:
@@ -194,13 +198,15 @@ class Engine:
         start = time.perf_counter()
         clock = Clock(result.parts)
         sampling = Sampling(temperature, seed)
+        drafter: CudaDecoder | Drafting | None
         if self.decoder:
-            draft = self._drafts(mode, budget, chain_seed)
+            drafts = self._drafts(mode, budget, chain_seed)
+            drafter = self.decoder if drafts else None
             rounds = self.decoder.rounds(
-                prompt, max_new_tokens, sampling, draft, clock, keep_logits, bucket, prompt_rows
+                prompt, max_new_tokens, sampling, drafts, clock, keep_logits, bucket, prompt_rows
             )
         else:
-            draft = self._drafting(mode, budget, chain_seed, clock)
+            drafter = draft = self._drafting(mode, budget, chain_seed, clock)
             slots = len(prompt) + max_new_tokens + (draft.most if draft else 0) + 1
             at_once = prompt_rows or PREFILL_ROWS
             rounds = self._rounds(prompt, slots, sampling, draft, clock, keep_logits, at_once)
@@ -222,8 +228,8 @@ class Engine:
         if ranks.gpus:  # the step that was launched ahead wants the others to be there
             with ranks.waiting():
                 torch.cuda.synchronize()
-        if draft:
-            result.drafter_forwards = (self.decoder or draft).forwards
+        if drafter:
+            result.drafter_forwards = drafter.forwards
         result.seconds = time.perf_counter() - start
         return result
 
@@ -248,7 +254,7 @@ class Engine:
     ) -> Drafting | None:
         if mode == "ar":
             return None
-        assert self.drafter is not None  # checked before
+        assert isinstance(self.drafter, Drafter)  # checked before
         costs = self.costs() if budget == AUTO else None
         return Drafting(
             self.model, self.drafter, mode, budget, chain_seed, costs, self.pauses,

@@ -129,6 +129,10 @@ def _make(check: DataCheck) -> Done:
     return done
 
 
+def _found(finding: Finding, done: Done) -> None:
+    done.find(finding)
+
+
 def _account(result: Validation, checkpoint: Checkpoint, model: Model, converted: set[str]) -> None:
     """The ledger, and a finding where bytes are left over. Of a part of a source there is none."""
     if checkpoint.absent:
@@ -215,7 +219,7 @@ class _Data:
             if group is not None and sources.keys() != blob.header.tensors.keys():
                 text = "its tensors are not the source's"
                 wrong = Finding(blob.path, text, check="source-files")
-                yield lambda done, wrong=wrong: done.find(wrong)
+                yield partial(_found, wrong)
                 continue
             for name in blob.header.tensors:
                 self._result.tensors += 1

@@ -61,7 +61,8 @@ class LayerStatistics:
         """The mean magnitude of each expert's scales; NaN of one that was not read."""
         count = self.scales[:, 0]
         means = np.full(len(count), np.nan)
-        return np.divide(self.totals, count, out=means, where=count > 0)
+        np.divide(self.totals, count, out=means, where=count > 0)
+        return means
 
 
 def _finite(value: float) -> float | None:
@@ -72,11 +73,12 @@ def count_codes(words: NDArray[Any], bits: int) -> NDArray[np.int64]:
     """How often each code of 4 or 8 bits is among these bytes: int64 [2^bits]."""
     counts = np.zeros((4, 256), np.int64)
     _count_bytes(words.reshape(-1).view(np.uint8), counts)
-    whole = counts.sum(axis=0)
+    whole: NDArray[np.int64] = counts.sum(axis=0)
     if bits == 8:
         return whole
     pairs = whole.reshape(16, 16)  # high nibble, low nibble
-    return pairs.sum(axis=0) + pairs.sum(axis=1)
+    nibbles: NDArray[np.int64] = pairs.sum(axis=0) + pairs.sum(axis=1)
+    return nibbles
 
 
 @jit

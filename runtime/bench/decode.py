@@ -36,7 +36,8 @@ def bench_decode(
     for prompt in prompts:  # all modes write the same: none is the first to read an expert
         engine.generate(prompt, new_tokens)
     rows: list[dict[str, Any]] = []
-    for mode, budget in [("ar", 0), *configurations(BUDGETS, engine), ("ddtree", "auto")]:
+    kinds: list[tuple[str, int | str]] = [("ar", 0), *configurations(BUDGETS, engine)]
+    for mode, budget in [*kinds, ("ddtree", "auto")]:
         made = [engine.generate(prompt, new_tokens, mode, budget) for prompt in prompts]
         if not any(len(generation.tokens) > 1 for generation in made):
             raise UnsupportedError(

@@ -110,7 +110,7 @@ def _exact_rows(
     kinds: list[tuple[str, int | str]] = [*configurations(BUDGETS, engine)]
     if engine.device == "cuda":  # on the CPU it drafts by the machine's noise
         kinds.append(("ddtree", "auto"))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "layout": engine.model.blobs.manifest.layout, "dtype": engine.model.backend.dtype,
             "temperature": temperature, "mode": mode, "budget": budget, "tokens": 0,
