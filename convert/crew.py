@@ -24,7 +24,7 @@ from kconvert.convert.output.writer import StagedFile, Turn
 from kconvert.convert.pack import Done, Packer, Task, warm_up
 from kconvert.convert.plan import Plan
 from kconvert.convert.progress import Meter, Recorder
-from kconvert.layouts.errors import KconvertError, UnavailableError
+from kconvert.layouts.errors import KconvertError, LostProcessError
 from kconvert.layouts.reader import Reader
 
 WORTH_PROCESSES = 1 << 30  # bytes to be written: forking takes a tenth of a second
@@ -159,7 +159,7 @@ class _Processes:
         except (EOFError, OSError):
             for process in self._processes:  # whoever waits for one is told so too
                 process.kill()
-            raise UnavailableError(
+            raise LostProcessError(
                 "a worker process ended before its work was done (was it killed for lack of"
                 " memory?): free some, or give fewer --workers, and run the same command again."
             ) from None

@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, TruncatedFileError
 
 # Bytes an element, widest last: safetensors writes wider dtypes first, in this order reversed.
 DTYPE_BYTES = {
@@ -74,10 +74,10 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
     """
     first = read_first(64)
     if size == 0:
-        raise CheckpointError(f"{file} is empty: download it again.")
+        raise TruncatedFileError(f"{file} is empty: download it again.")
     refuse_lfs_pointer(file, first)
     if size < 8:
-        raise CheckpointError(
+        raise TruncatedFileError(
             f"{file} is truncated: {size} bytes found, at least 8 expected; download it again."
         )
     length = int.from_bytes(first[:8], "little")
@@ -176,8 +176,9 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
             )
         expected += tensor.nbytes
     if expected != file_size:
-        kind = "truncated" if file_size < expected else "too long"
-        raise CheckpointError(
+        short = file_size < expected
+        kind = "truncated" if short else "too long"
+        raise (TruncatedFileError if short else CheckpointError)(
             f"{file} is {kind}: {file_size:,} bytes found, {expected:,} expected from its header;"
             " download it again."
         )

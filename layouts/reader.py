@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import TruncatedFileError
 
 _ALIGNMENT = 4096
 CHUNK_BYTES = 8 << 20
@@ -103,7 +103,7 @@ class Reader:
             except OSError as error:  # on an open file it does not say which
                 raise OSError(error.errno, error.strerror, tensor.shard) from None
             if count == 0:
-                raise CheckpointError(
+                raise TruncatedFileError(
                     f"{tensor.shard}, tensor {tensor.name}: the file ended {left:,} bytes"
                     " early; it was cut while it was being read."
                 )

@@ -9,13 +9,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.errors import OptionError, UnsupportedError
 from kconvert.runtime.backends import device as devices
 from kconvert.runtime.backends.cpu import CpuBackend
 from kconvert.runtime.backends.protocol import REACH, Sampling
@@ -91,8 +91,7 @@ class Engine:
         `device`: "cpu", "cuda", or "auto", a GPU where there is one whose kernels take the blobs;
         `dtype`: float32 or bfloat16, what activations are rounded to: if not given, float32 on the
         CPU; the GPU has bfloat16 alone. `ranks`: this process and the others
-        (`ranks_from_environment`); alone if not given. Every rank makes the same calls. A small
-        drafter runs on one thread, and torch with it: the number of threads is the process's.
+        (`ranks_from_environment`); alone if not given. Every rank makes the same calls.
         Raises a KconvertError: no finished output, a part, another number of ranks, a file missing
         or changed, a drafter for another target, a key in config.json that nobody here knows and
         that is not among `ignore_config_keys`.
@@ -116,8 +115,6 @@ class Engine:
                     f"the drafter in {drafter} has block_size {opened.config.block}: at most"
                     f" {REACH} can be verified."
                 )
-            if opened.config.hidden < _SHARED_HIDDEN:
-                torch.set_num_threads(1)  # threads would wait for one another longer than they work
         return cls(Model(config, mapped, CpuBackend(config, ranks, dtype)), opened)
 
     @classmethod
@@ -151,6 +148,13 @@ class Engine:
                 )
                 opened = CudaDrafter(share, weights, model)
             return cls(model, opened, CudaDecoder(model, opened))
+
+    def set_threads(self) -> None:
+        """Give torch one thread in this process if the drafter is so small that more would wait for
+        one another longer than they work. For a program that does nothing else with torch."""
+        drafter = self.drafter
+        if self.device == "cpu" and drafter and drafter.config.hidden < _SHARED_HIDDEN:
+            torch.set_num_threads(1)
 
     @property
     def device(self) -> str:
@@ -244,7 +248,7 @@ class Engine:
             self.costs()
         nodes = MOST_NODES if budget == AUTO else int(budget)
         if nodes > MOST_NODES:
-            raise UnsupportedError(f"budget {budget}: at most {MOST_NODES} on the GPU.")
+            raise OptionError(f"budget {budget}: at most {MOST_NODES} on the GPU.")
         if mode == "chain":
             nodes = min(nodes, self.drafter.config.block - 1)
         return Drafts(1 if mode == "chain" else nodes, nodes, chain_seed, budget == AUTO)
@@ -254,10 +258,10 @@ class Engine:
     ) -> Drafting | None:
         if mode == "ar":
             return None
-        assert isinstance(self.drafter, Drafter)  # checked before
+        drafter = cast(Drafter, self.drafter)  # a mode that drafts has one: checked before
         costs = self.costs() if budget == AUTO else None
         return Drafting(
-            self.model, self.drafter, mode, budget, chain_seed, costs, self.pauses,
+            self.model, drafter, mode, budget, chain_seed, costs, self.pauses,
             self.calibration, clock,
         )  # fmt: skip
 
@@ -318,14 +322,14 @@ class Engine:
         or they and `more` new ones do not fit the model's positions."""
         config = self.model.config
         if len(token_ids) == 0:
-            raise UnsupportedError("the prompt is empty: give at least one token.")
+            raise OptionError("the prompt is empty: give at least one token.")
         wrong = next((t for t in token_ids if not 0 <= t < config.vocabulary), None)
         if wrong is not None:
-            raise UnsupportedError(
+            raise OptionError(
                 f"token id {wrong} is out of range: the vocabulary is 0 to {config.vocabulary - 1}."
             )
         if more < 0 or len(token_ids) + more > config.positions:
-            raise UnsupportedError(
+            raise OptionError(
                 f"{len(token_ids)} prompt tokens and {more} new ones do not fit the model's"
                 f" {config.positions} positions."
             )
@@ -333,17 +337,15 @@ class Engine:
 
     def _check_options(self, mode: str, budget: int | str, temperature: float, seed: int) -> None:
         if mode not in MODES:
-            raise UnsupportedError(f"mode {mode!r} is none of {', '.join(MODES)}.")
+            raise OptionError(f"mode {mode!r} is none of {', '.join(MODES)}.")
         if mode != "ar" and self.drafter is None:
-            raise UnsupportedError(f"mode {mode} needs a drafter: give its folder.")
+            raise OptionError(f"mode {mode} needs a drafter: give its folder.")
         if budget != AUTO and not (isinstance(budget, int) and 0 <= budget <= _MOST):
-            raise UnsupportedError(
-                f"budget {budget} is neither {AUTO} nor a number from 0 to {_MOST}."
-            )
+            raise OptionError(f"budget {budget} is neither {AUTO} nor a number from 0 to {_MOST}.")
         if not 0 <= temperature <= _HOTTEST:
-            raise UnsupportedError(f"temperature {temperature} is not from 0 to {_HOTTEST:g}.")
+            raise OptionError(f"temperature {temperature} is not from 0 to {_HOTTEST:g}.")
         if not 0 <= seed < 2**64:
-            raise UnsupportedError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
+            raise OptionError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
 
 
 def _target(config: ModelConfig) -> TargetDims:

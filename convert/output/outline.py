@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
-from kconvert.layouts.errors import OutputError
+from kconvert.layouts.errors import OutputError, UnfinishedOutputError
 from kconvert.layouts.manifest import WORK_FOLDER, FileEntry, Manifest, read_manifest
 from kconvert.layouts.model import VISION
 
@@ -124,7 +124,7 @@ def read_outline(output: Path) -> Outline:
             raise TypeError
         return outline
     except (AttributeError, OSError, TypeError, ValueError):
-        raise OutputError(
+        raise UnfinishedOutputError(
             f"{output} has no readable {WORK_FOLDER}/{OUTLINE_NAME}: no `kconvert convert` began"
             " there; run one."
         ) from None

@@ -26,7 +26,7 @@ from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_st
 from kconvert.convert.source.endpoint import shown_endpoint
 from kconvert.convert.source.hashes import oid_of
 from kconvert.convert.source.retry import ContentError, Patience, TransferError
-from kconvert.layouts.errors import CheckpointError, UnavailableError
+from kconvert.layouts.errors import CheckpointError, HubError, UnavailableError
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import Header, header_from, read_header
 
@@ -200,7 +200,7 @@ def open_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:
     for file in info.siblings or ():
         oid = file.lfs.sha256 if file.lfs else file.blob_id
         if oid is None or file.size is None or commit is None:
-            raise UnavailableError(
+            raise HubError(
                 f"{name}, {file.rfilename}: {shown_endpoint(constants.ENDPOINT)} does not tell"
                 " commit, size and hash; set HF_ENDPOINT to a Hub that does."
             )

@@ -19,7 +19,7 @@ from kconvert.convert.output.publish import check_space
 from kconvert.convert.synth.families import SynthTensor
 from kconvert.convert.synth.presets import PRESETS, experts_of, shards, with_experts
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import OutputError, UnsupportedError
+from kconvert.layouts.errors import OccupiedOutputError, OptionError
 from kconvert.layouts.fields import CONFIG_NAME, text_config
 from kconvert.layouts.header import DTYPE_BYTES, file_order, shard_header
 
@@ -44,19 +44,19 @@ def synth(
     anything, UnavailableError where it does not fit.
     """
     if preset not in PRESETS:
-        raise UnsupportedError(f"preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
+        raise OptionError(f"preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
     model = PRESETS[preset]
     if experts is not None:
         most = experts_of(model)
         if not 1 <= experts <= most:
-            raise UnsupportedError(f"--experts {experts}: {preset} has 1 to {most}.")
+            raise OptionError(f"--experts {experts}: {preset} has 1 to {most}.")
         model = with_experts(model, experts)
     text = text_config(model.config)
     depth = text["num_hidden_layers"] + text.get("num_nextn_predict_layers", 0)
     if layers is not None and not set(layers) <= set(range(depth)):
-        raise UnsupportedError(f"--layers: {preset} has layers 0 to {depth - 1}.")
+        raise OptionError(f"--layers: {preset} has layers 0 to {depth - 1}.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OutputError(f"{output} is not an empty folder: choose another.")
+        raise OccupiedOutputError(f"{output} is not an empty folder: choose another.")
     parts = [file_order(tensors) for tensors in shards(model)]
     names = [f"model-{i + 1:05}-of-{len(parts):06}.safetensors" for i in range(len(parts))]
     wanted = range(len(parts)) if layers is None else sorted(layers)

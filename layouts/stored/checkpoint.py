@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, Shard, SourceTensor, read_json
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.errors import ChangedFileError, CheckpointError, UnsupportedError
 from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.families.family import projections
 from kconvert.layouts.fields import CONFIG_NAME
@@ -232,7 +232,7 @@ def _small_files(output: Output) -> tuple[str, ...]:
         if entry.fingerprint is None:
             path = output.sized(name)
             if digest(path.read_bytes()) != entry.digest:
-                raise CheckpointError(
+                raise ChangedFileError(
                     f"{path} was changed: its digest is not the one in {MANIFEST_NAME}; copy it"
                     " anew, or convert again."
                 )

@@ -28,6 +28,7 @@ def bench_decode(
     torchrun, rank 0's clock counts."""
     ranks = ranks_from_environment(output)
     engine = Engine.open(output, drafter, dtype, ranks, device)
+    engine.set_threads()
     report = report if ranks.rank == 0 else lambda _: None
     for prompt in prompts:
         engine.checked(prompt, new_tokens)

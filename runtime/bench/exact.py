@@ -52,6 +52,7 @@ def bench_exact(
 
     for output in outputs:  # what will be refused is refused before the hours of measuring
         engine = Engine.open(output, drafter, ranks=team.ranks, device=device)
+        engine.set_threads()
         for prompt in prompts:
             engine.checked(prompt, new_tokens)
     rows, device = [], engine.device
@@ -60,6 +61,7 @@ def bench_exact(
     for output in outputs:
         for dtype in dtypes:
             engine = Engine.open(output, drafter, dtype, team.ranks, device)
+            engine.set_threads()
             for temperature in temperatures:
                 part = list(enumerate(prompts))[team.index :: team.count]
                 rows += _exact_rows(engine, part, new_tokens, temperature, tell)

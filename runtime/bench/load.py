@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kconvert.layouts.blob import read_blob
-from kconvert.layouts.errors import UnavailableError, UnsupportedError
+from kconvert.layouts.errors import DeviceMemoryError, UnavailableError, UnsupportedError
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.reader import NUMPY_BITS
 from kconvert.layouts.stored.slicing import Span
@@ -129,7 +129,7 @@ def _load(path: Path, device: torch.device) -> Loaded:
     header, info = read_blob(path)
     nbytes = path.stat().st_size - header.data_start
     if device.type == "cuda" and nbytes + _ROOM > (free := torch.cuda.mem_get_info()[0]):
-        raise UnavailableError(
+        raise DeviceMemoryError(
             f"{path} needs {nbytes / 1e9:.1f} GB of the GPU's memory beside what was given before"
             f" it, {free / 1e9:.1f} GB are free: give fewer blobs."
         )
