@@ -100,7 +100,7 @@ class Worker:
 
 @contextmanager
 def crew(plan: Plan, workers: int, meter: Meter) -> Iterator[Crew]:
-    """So many workers: processes where there is much to do, else threads.
+    """So many workers: processes if there is much to do, else threads.
 
     Processes are forked here and now: the caller has no thread yet whose locks they would inherit
     (one that shows progress holds none that they take).

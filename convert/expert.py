@@ -28,7 +28,7 @@ class LoadedExpert(Protocol):
     bytes_read: int
 
     def check(self) -> list[Oddity]:
-        """What is odd about it. Raises CheckpointError where it is damaged."""
+        """What is odd about it. Raises CheckpointError if it is damaged."""
 
     def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
         """Once it is checked, write what `cut` takes of it into `out`, in the order of `layout`."""
@@ -42,7 +42,7 @@ def load(plan: Plan, group: Group, index: int, reader: Reader, scratch: Scratch)
 
 
 class _FromCheckpoint:
-    """Its tensors as they are stored; plain, and scales cast where that is asked for, once they are
+    """Its tensors as they are stored; plain, and scales cast if that is asked for, once they are
     checked."""
 
     def __init__(self, plan: Plan, expert: Expert, reader: Reader, scratch: Scratch) -> None:

@@ -79,7 +79,7 @@ def prepare_export(
 ) -> PreparedExport:
     """Plan the export of `output` into `folder`; writes nothing.
 
-    Raises what `open_stored` does, and OutputError where `folder` holds anything else.
+    Raises what `open_stored` does, and OutputError if `folder` holds anything else.
     """
     folder = Path(folder)
     with without_collection():
@@ -108,7 +108,7 @@ def prepare_export(
 def run_export(prepared: PreparedExport, meter: Meter | None = None) -> Exported:
     """Carry out a prepared export: shard after shard, the index last.
 
-    Raises UnavailableError for lack of space or another run, CheckpointError where a blob was
+    Raises UnavailableError for lack of space or another run, CheckpointError if a blob was
     changed.
     """
     folder, meter = prepared.folder, meter or Meter()
@@ -144,7 +144,7 @@ def _index(plan: Plan) -> bytes:
 
 
 def _with_current_state(prepared: PreparedExport) -> PreparedExport:
-    """With the shards that are there. Raises OutputError where the folder holds anything that this
+    """With the shards that are there. Raises OutputError if the folder holds anything that this
     export has not made."""
     folder = prepared.folder
     if not folder.exists():
@@ -165,7 +165,7 @@ def _with_current_state(prepared: PreparedExport) -> PreparedExport:
 
 
 def _recorded(folder: Path) -> str | None:
-    """Of what a folder is the export, if it is one."""
+    """The identity of what was exported into a folder, if it is an export."""
     try:
         return str(json.loads((folder / WORK_FOLDER / EXPORT_RECORD).read_bytes())["export"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -15,7 +15,7 @@ from kconvert.layouts.scan import all_one_code, scan_scales
 
 @dataclass(frozen=True)
 class Oddity:
-    """Of a tensor: scales that are zero, one code everywhere, or scales that a cast rounded."""
+    """A tensor has scales that are zero, one code everywhere, or scales that a cast rounded."""
 
     kind: Literal["zero", "uniform", "rounded"]
     tensor: str

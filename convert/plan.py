@@ -39,7 +39,7 @@ class Target(NamedTuple):
 
     layout: Layout
     parallelism: Parallelism
-    repo: str | None = None  # Hub repo and commit, where the source is one
+    repo: str | None = None  # Hub repo and commit, if the source is one
     commit: str | None = None
     scale_dtype: str | None = None  # what scales are cast to; None: kept
 
@@ -246,8 +246,8 @@ def _rank_file(
 
 
 class _Dtypes(NamedTuple):
-    """Of a group's experts: the dtype of each stacked tensor, and what each companion had that is
-    not kept as it is."""
+    """The dtype of each stacked tensor of a group's experts, and that of each companion that is not
+    kept as it is."""
 
     stacked: dict[Role, str]
     dropped: dict[str, str]

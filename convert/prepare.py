@@ -30,7 +30,7 @@ from kconvert.layouts.sharding import Parallelism
 
 TOKENIZERS = ("tiktoken.model", "tokenizer.json", "tokenizer.model")
 MAX_WORKERS = 16  # more are not fed by one file system
-BUFFER_BYTES = 1 << 30  # for all workers together, where their number is not asked for
+BUFFER_BYTES = 1 << 30  # for all workers together, if their number is not asked for
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def _ignored(checkpoint: Checkpoint, model: Model, unknown: list[UnknownKey]) ->
 
 
 def _scale_dtype(asked: str | None, model: Model) -> str | None:
-    """The safetensors dtype that scales are cast to; UnsupportedError where that is not done."""
+    """The safetensors dtype that scales are cast to; UnsupportedError if that is not done."""
     if asked is None:
         return None
     if asked != "bfloat16":
@@ -246,7 +246,7 @@ def _no_tokenizer(checkpoint: Checkpoint) -> list[str]:
 
 
 def _small_files(source: Source) -> dict[str, bytes]:
-    """The small files' contents. Raises CheckpointError where one only stands for another."""
+    """The small files' contents. Raises CheckpointError if one only stands for another."""
     contents = {}
     for name in source.checkpoint.small_files:
         contents[name] = read_file(source.path(name))
@@ -292,7 +292,7 @@ def _begun_at(output: Path, repo: str, revision: str | None) -> str | None:
 
 
 def with_current_state(prepared: Prepared) -> Prepared:
-    """With what the output holds now; refused where this run must not go on."""
+    """With what the output holds now; refused if this run must not go on."""
     now = state.read_state(prepared.output, prepared.plan, prepared.small_files)
     state.refuse_missing(prepared.plan, now)
     state.refuse_conflicts(now, prepared.options.overwrite)

@@ -49,7 +49,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
     """Carry out a prepared conversion; `meter` sees how far it is.
 
     Raises UnavailableError for lack of space or another run, CheckpointError for faults in the
-    data, OutputError where something came into the output meanwhile.
+    data, OutputError if something came into the output meanwhile.
     """
     output, meter = prepared.output, meter or Meter()
     with publish.working_in(prepared.workspace) as workspace:
@@ -116,7 +116,7 @@ def _outline(prepared: Prepared) -> Outline:
 def finish(output: Path) -> Manifest:
     """Write the manifest of an output that the shares of several runs have made.
 
-    Raises OutputError where something is wanting, UnavailableError where a run is at work.
+    Raises OutputError if something is wanting, UnavailableError if a run is at work.
     """
     before = _manifest_there(output)
     begun = (output / WORK_FOLDER / OUTLINE_NAME).exists()  # a run that did not end

@@ -181,7 +181,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(folder: Path, files: Collection[str]) -> dict[str, str] | None:
-    """tensor → shard name of the folder's index; None where there is no index."""
+    """tensor → shard name of the folder's index; None if there is no index."""
     if INDEX_NAME not in files:
         return None
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")

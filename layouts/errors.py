@@ -115,7 +115,7 @@ class DeviceMemoryError(UnavailableError, MemoryError):
 
 @contextmanager
 def said_if_slow(sentence: str, seconds: float = 1.0) -> Iterator[None]:
-    """Log `sentence` as a warning, which goes to stderr, where the block takes longer."""
+    """Log `sentence` as a warning, which goes to stderr, if the block takes longer."""
     timer = threading.Timer(seconds, _log.warning, ["%s", sentence])
     timer.daemon = True
     timer.start()

@@ -54,7 +54,7 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Read and check the header of the safetensors file at `path`; its data is not read.
 
-    Raises CheckpointError naming the file and, where there is one, the tensor at fault;
+    Raises CheckpointError naming the file and, if there is one, the tensor at fault;
     OSError as the system gives it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe would keep us waiting
@@ -70,7 +70,7 @@ def read_header(path: Path) -> Header:
 def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Header:
     """The checked header of a file of `size` bytes, of which `read_first(n)` gives the first n.
 
-    Raises CheckpointError, where it starts like no safetensors file or as `parse_header` does.
+    Raises CheckpointError, if it starts like no safetensors file or as `parse_header` does.
     """
     first = read_first(64)
     if size == 0:
@@ -124,7 +124,7 @@ def shard_header(tensors: Iterable[Described]) -> bytes:
 
 
 def refuse_lfs_pointer(file: Path | str, first: bytes) -> None:
-    """Raise CheckpointError where a file that begins with `first` only stands for another."""
+    """Raise CheckpointError if a file that begins with `first` only stands for another."""
     if first.startswith(_LFS_POINTER):
         raise CheckpointError(
             f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`."
@@ -136,7 +136,7 @@ def decode_json(
     hook: Callable[[list[tuple[str, object]]], object] | None = None,
     parse_float: Callable[[str], object] = float,
 ) -> Any:
-    """The value in `raw`; ValueError or RecursionError where it is none that can be read."""
+    """The value in `raw`; ValueError or RecursionError if it is none that can be read."""
     if raw.count(b"{") + raw.count(b"[") > _MAX_TABLES:
         raise ValueError(f"more than {_MAX_TABLES:,} objects and lists")
     return json.loads(raw.decode("utf-8"), object_pairs_hook=hook, parse_float=parse_float)

@@ -54,7 +54,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(output: Path) -> Manifest:
-    """The manifest of the folder `output`; OutputError where there is none or it was changed."""
+    """The manifest of the folder `output`; OutputError if there is none or it was changed."""
     path = output / MANIFEST_NAME
     if not path.is_file():
         raise UnfinishedOutputError(

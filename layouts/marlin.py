@@ -253,11 +253,9 @@ def _check_array(array: NDArray[Any], dtype: Any, rows: int, columns: int) -> No
 
 
 def _column_order(n: int, groups: int, scheme: Scheme) -> NDArray[np.int64]:
-    """The source row that each of n packed scale columns comes from. Of integers it depends on the
-    number of groups alone, as the kernel decides by it."""
-    if (
-        scheme == "mxfp4"
-    ):  # the 8×8 transpose, and in each 8 the middle pairs of fours change places
+    """The source row that each of n packed scale columns comes from. For integers it depends on
+    the number of groups alone, as the kernel decides by it."""
+    if scheme == "mxfp4":  # the 8×8 transpose; then the middle pairs of each 8 change places
         eights = np.arange(n).reshape(-1, 8, 8).transpose(0, 2, 1)
         return eights.reshape(-1, 2, 2, 2).transpose(0, 1, 3, 2).reshape(-1)
     if groups > 1:  # 8×8 transpose of every 64

@@ -63,12 +63,12 @@ class Group:
         return Identity(_identity(self.whole, contents), _identity(experts, contents))
 
     def digest_of(self, tensor: SourceTensor) -> str | None:
-        """The digest that a whole tensor must have, where it is known beforehand."""
+        """The digest that a whole tensor must have, if it is known beforehand."""
         return None
 
 
 def _identity(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
-    """Of which shard's content, from which byte on, each."""
+    """The digest of a line a tensor: its shard's content, and the byte where it begins."""
     return digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
@@ -100,8 +100,8 @@ def layer_numbers(names: Iterable[str]) -> list[int]:
 def read_model(checkpoint: Checkpoint) -> Model:
     """Sort and check every tensor of `checkpoint`.
 
-    Raises CheckpointError where tensors are missing or disagree with the config, UnsupportedError
-    where a name has no rule or the quantization is another.
+    Raises CheckpointError if tensors are missing or disagree with the config, UnsupportedError
+    if a name has no rule or the quantization is another.
     """
     family = read_family(checkpoint.config)
     dims = family.dims
@@ -188,10 +188,10 @@ class _Run(NamedTuple):
 
 
 def _runs_of_experts(names: Mapping[str, str], family: Family) -> tuple[list[_Run], list[str]]:
-    """Of tensors and their shards the experts', layer by layer, and the names of all others.
+    """The experts among tensors and their shards, layer by layer, and the names of all others.
 
     Nearly all names are experts', and most layers' end in the same: such a layer is looked at as
-    one. Where a single name is odd, its layer's are all among the others.
+    one. If a single name is odd, all of its layer's are among the others.
     """
     by_base: dict[str, tuple[list[str], set[str]]] = defaultdict(lambda: ([], set()))
     runs, others = [], []
@@ -282,7 +282,7 @@ def _group_of(where: Location) -> str:
 
 
 def _reading_order(item: tuple[int, SourceTensor]) -> tuple[int, str]:
-    """By name where nothing else is known: the output must not depend on the source's order."""
+    """By name if nothing else is known: the output must not depend on the source's order."""
     order, tensor = item
     return order, tensor.name
 
@@ -334,7 +334,7 @@ def _fused_experts(
 
 
 def _check_scheme(checkpoint: Checkpoint, family: Family, experts: Mapping[str, set[int]]) -> None:
-    """Of an architecture that is not known at least the experts must be."""
+    """If the architecture is not known, the experts must be."""
     if experts or family.dims.dense is not None:
         return
     names = [*checkpoint.tensors, *checkpoint.absent]
@@ -363,7 +363,7 @@ def _check_layers(layers: set[int], dims: ModelDims) -> None:
 def _check_experts(group: str, found: set[int], dims: ModelDims) -> None:
     layer = next(iter(layer_numbers([group])), None)
     is_moe = False if layer is None else dims.is_moe(layer)
-    if is_moe is None:  # where there are some, there are all
+    if is_moe is None:  # if there are some, there are all
         is_moe = bool(found)
     expected = dims.experts if is_moe else 0
     if len(found) == expected and max(found, default=-1) == expected - 1:
@@ -383,7 +383,7 @@ def groups_text(names: Iterable[str]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers as a user writes them: 0-3,60; "none" where there are none."""
+    """Sorted numbers as a user writes them: 0-3,60; "none" if there are none."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -101,7 +101,7 @@ def integers(
     words: NDArray[np.int32],
     zero_points: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int8]:
-    """Plain words, and zero points where there are any → int8 [N, K], which times `factors` are the
+    """Plain words, and zero points if there are any → int8 [N, K], which times `factors` are the
     weights: c − z, or c − 2^(bits−1); of MXFP4 twice the code's value."""
     codes = unpack_words(words, quantization.bits)
     if quantization.scheme == "mxfp4":

@@ -28,7 +28,7 @@ class Scratch(threading.local):
         self._buffers: dict[str, NDArray[np.uint8]] = {}
 
     def take(self, role: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """An uninitialised C-contiguous array on a page; valid until `role` is taken again."""
+        """An uninitialized C-contiguous array on a page; valid until `role` is taken again."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(role)
         if buffer is None or buffer.size < size:

@@ -1,6 +1,7 @@
 """Who owns what: the slice of each expert a rank holds.
 
-The routed experts are cut; everything else stays whole (DESIGN.md, Parallelism).
+The routed experts are cut; everything else stays whole, so that nothing is
+replicated and any tp can share it (FORMAT.md).
 """
 
 from collections.abc import Callable
@@ -29,7 +30,7 @@ class ModelDims(NamedTuple):
     dense: frozenset[int] | None = frozenset()
 
     def is_moe(self, layer: int) -> bool | None:
-        """Whether a layer has routed experts; None where only its tensors tell."""
+        """Whether a layer has routed experts; None if only its tensors tell."""
         return None if self.dense is None else layer >= self.first_moe and layer not in self.dense
 
 

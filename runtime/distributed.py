@@ -70,7 +70,7 @@ class Ranks:
     def on_gpus(self) -> "Ranks":
         """The same rank, with NCCL between its GPU and the others'. All ranks call it.
 
-        Raises UnavailableError where they do not meet.
+        Raises UnavailableError if they do not meet.
         """
         if self.size == 1:
             return self
@@ -222,9 +222,9 @@ def _others_there() -> Iterator[None]:
 
 def ranks_from_environment(output: Path) -> Ranks:
     """The rank that torchrun started this process as, one of those that the converted folder
-    `output` is for; alone where it did not.
+    `output` is for; alone if it did not.
 
-    Raises UnsupportedError before it waits for anybody where that is another number.
+    Raises UnsupportedError before it waits for anybody if that is another number.
     """
     tp, world = read_manifest(output).tp, _launched()[1]
     if tp != world:
@@ -239,7 +239,7 @@ def ranks_from_environment(output: Path) -> Ranks:
 
 
 def all_ranks_from_environment() -> Ranks:
-    """All processes that torchrun started, one team; alone where it did not."""
+    """All processes that torchrun started, one team; alone if it did not."""
     return team_from_environment(_launched()[1]).ranks
 
 

@@ -2,7 +2,7 @@
 
 `ar` runs the newest token alone; `chain` and `ddtree` run a drafted chain or tree below it, and
 commit the path that the target's own choices follow. All give the same tokens, and the same
-float32 logit bits at every committed position, by DESIGN.md's exactness rule.
+float32 logit bits at every committed position, by the rule in EXACTNESS.md.
 """
 
 import time
@@ -70,10 +70,10 @@ class Engine:
         drafter: "Drafter | CudaDrafter | None",
         decoder: "CudaDecoder | None" = None,
     ) -> None:
-        """`decoder` runs texts where the model is on a GPU."""
+        """`decoder` runs texts if the model is on a GPU."""
         self.model, self.drafter, self.decoder = model, drafter, decoder
         self._costs: CostCurve | None = None
-        # Of budget "auto": what one text taught holds for the next.
+        # For budget "auto": what one text taught holds for the next.
         self.pauses, self.calibration = Pauses(), Calibration()
 
     @classmethod
@@ -88,7 +88,7 @@ class Engine:
     ) -> "Engine":
         """Map the converted folder `blobs`, or load it onto the GPU, and read the DFlash `drafter`.
 
-        `device`: "cpu", "cuda", or "auto", a GPU where there is one whose kernels take the blobs;
+        `device`: "cpu", "cuda", or "auto", a GPU if there is one whose kernels take the blobs;
         `dtype`: float32 or bfloat16, what activations are rounded to: if not given, float32 on the
         CPU; the GPU has bfloat16 alone. `ranks`: this process and the others
         (`ranks_from_environment`); alone if not given. Every rank makes the same calls.
@@ -163,7 +163,7 @@ class Engine:
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """float32 [T, V] at every position of a text, as of a prompt. Raises UnsupportedError for
-        tokens that cannot be, CheckpointError where weights were changed."""
+        tokens that cannot be, CheckpointError if weights were changed."""
         tokens = self.checked(token_ids, 0)
         model, ops = self.model, self.model.backend
         with ops.ranks.waiting():
@@ -191,10 +191,10 @@ class Engine:
         """Continue `token_ids` by `max_new_tokens` tokens, or up to a stop token (which is kept).
 
         `budget`: nodes of a draft, or "auto"; `chain_seed`: the likeliest chain comes before
-        likelier nodes; `on_tokens` is told tokens as they are committed. Of no effect on any bit:
+        likelier nodes; `on_tokens` is told tokens as they are committed. These change no bit:
         `prompt_rows` tokens of the prompt a step, `bucket` rows of a GPU's step at least.
         Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
-        CheckpointError where logits are not finite or weights were changed.
+        CheckpointError if logits are not finite or weights were changed.
         """
         prompt = self.checked(token_ids, max_new_tokens)
         self._check_options(mode, budget, temperature, seed)
@@ -318,7 +318,7 @@ class Engine:
         return self._costs
 
     def checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:
-        """`token_ids` as int64 [T]. Raises UnsupportedError where there is none, one is no token,
+        """`token_ids` as int64 [T]. Raises UnsupportedError if there is none, one is no token,
         or they and `more` new ones do not fit the model's positions."""
         config = self.model.config
         if len(token_ids) == 0:

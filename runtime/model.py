@@ -84,7 +84,7 @@ class Model(Generic[B]):
     """A target model over blobs, or a rank's part of it.
 
     Each rank has some heads, some of every MLP's intermediate rows, some experts' slices and some
-    rows of the head; the rest is replicated. Raises UnsupportedError where that does not divide.
+    rows of the head; the rest is replicated. Raises UnsupportedError if that does not divide.
     """
 
     def __init__(self, config: ModelConfig, blobs: Blobs, backend: B) -> None:

@@ -1,4 +1,4 @@
-"""Rotary positions, with YaRN where a config sets it: the target's and the drafter's."""
+"""Rotary positions, with YaRN if a config sets it: the target's and the drafter's."""
 
 import math
 from dataclasses import dataclass

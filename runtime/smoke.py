@@ -110,7 +110,7 @@ def _rate(made: Generation) -> float:
 def first_difference(made: Generation, plain: Generation, start: int) -> int | None:
     """The first position whose token or float32 logit bits differ.
 
-    Raises ValueError where either was generated without `keep_logits`.
+    Raises ValueError if either was generated without `keep_logits`.
     """
     for text in (made, plain):
         if len(text.logits) != len(text.tokens):

@@ -1,4 +1,4 @@
-"""The house as DESIGN.md has it: imports run one way, without a circle, and no room overflows."""
+"""The house as CONTRIBUTING.md has it: imports run one way, no circle, no room overflows."""
 
 import ast
 import subprocess

@@ -149,6 +149,6 @@ def copy_file(source: Path, target: Path, flags: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of its workers once they have ended."""
+    """What this process has used, and its workers once they have ended."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(used.ru_utime + used.ru_stime for used in both)

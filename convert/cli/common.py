@@ -54,7 +54,7 @@ _EXHAUSTED = {
 
 
 def folder(text: str) -> Path:
-    """A path; not the current folder where an unset variable left nothing."""
+    """A path; not the current folder if an unset variable left nothing."""
     if not text:
         raise typer.BadParameter("it is empty")
     return Path(text)
@@ -91,7 +91,8 @@ Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if
 IgnoreConfigKey = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY", help="Of config.json: not known here, and known to you to be nothing."
+        metavar="KEY",
+        help="A key of config.json that is not known here, and that you know to change nothing.",
     ),
 ]
 Layers = Annotated[str | None, typer.Option(metavar="LIST", help="Only these layers: 0-3,60.")]
@@ -140,7 +141,7 @@ def sentence_of(error: BaseException) -> str:
 
 
 def numbers(option: str, text: str | None) -> list[int] | None:
-    """0-3,60 → [0, 1, 2, 3, 60]; a usage error where it is not such a list."""
+    """0-3,60 → [0, 1, 2, 3, 60]; a usage error if it is not such a list."""
     if text is None:
         return None
     try:
@@ -156,7 +157,7 @@ def numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def draft_budget(text: str) -> int | str:
-    """`auto` or a number of nodes; a usage error where it is neither."""
+    """`auto` or a number of nodes; a usage error if it is neither."""
     if text == "auto":
         return text
     try:
@@ -171,7 +172,7 @@ def draft_budget(text: str) -> int | str:
 
 
 def token_ids(text: str) -> list[int]:
-    """1,2,3 → [1, 2, 3]; a usage error where it is not such a list."""
+    """1,2,3 → [1, 2, 3]; a usage error if it is not such a list."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -196,7 +197,7 @@ def show(
 def progress_bar(
     what: str, total: int | None, quiet: bool, done: int = 0
 ) -> Iterator[Callable[[int], None]]:
-    """A bar in bytes with rate and time left, on stderr where that is a terminal."""
+    """A bar in bytes with rate and time left, on stderr if that is a terminal."""
     from tqdm import tqdm
 
     disable = True if quiet else None
@@ -237,7 +238,7 @@ def reporting(work: "Work", quiet: bool, what: str = "convert") -> Iterator["Met
 
 
 def _columns() -> int:
-    """Of the terminal that stderr is, but for the last, behind which some begin a new line."""
+    """The columns of the terminal, but for the last, behind which some begin a new line."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):

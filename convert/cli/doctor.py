@@ -23,7 +23,7 @@ def doctor(
     """Say what is here, and what would limit a conversion of K2.6 here, in hours.
 
     Measures for some seconds: writes 256 MiB to the output's disk and the cache's. Exits with 1
-    where there are problems.
+    if there are problems.
     """
     from kconvert.convert.doctor.diagnose import diagnose, doctor_text
 

@@ -30,7 +30,7 @@ def inspect(
 ) -> None:
     """Say what something is, and what it holds.
 
-    Exits with 2 where it is nothing that can be converted or run.
+    Exits with 2 if it is nothing that can be converted or run.
     """
     from kconvert.convert.cli import text
     from kconvert.convert.inspect import inspect as look

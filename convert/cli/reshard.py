@@ -37,7 +37,7 @@ def reshard(
     """Make an output for another number of ranks, or layout, from its blobs, without the source.
 
     NEW becomes what a conversion of the source would be, bit for bit; what both have in common is
-    linked where the file system can.
+    linked if the file system can.
     """
     from kconvert.convert.cli import text
     from kconvert.convert.output import publish

@@ -37,7 +37,7 @@ def smoke_generate(
     budget: Annotated[str, typer.Option(metavar="N|auto", help="Nodes of a draft.")] = "auto",
     max_new_tokens: Annotated[int, typer.Option(min=0, help="At most so many.")] = 64,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.")] = 0,
     dtype: Dtype = None,
     device: Device = "auto",
     chain_seed: Annotated[
@@ -53,7 +53,7 @@ def smoke_generate(
 
     A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert smoke-generate …
 
-    Exits with 1 where --check-exact finds a difference.
+    Exits with 1 if --check-exact finds a difference.
     """
     from kconvert.convert.cli import text
     from kconvert.runtime.smoke import Request, smoke

@@ -29,7 +29,7 @@ def synth(
     preset: Annotated[Preset, typer.Option(help="Whose sizes it has.")] = "k2.6",
     layers: Layers = None,
     experts: Annotated[int | None, typer.Option(help="Routed experts a layer.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random weights.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.", min=0)] = 0,
     sparse: Annotated[
         bool, typer.Option("--sparse", help="Headers alone: files of full size that take no space.")
     ] = False,

@@ -56,7 +56,7 @@ class Owner:
     """The right to change an output, or one share of it, until `release`."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file `path`; FileExistsError where it is there."""
+        """Create the file `path`; FileExistsError if it is there."""
         self.token = secrets.token_hex(8)
         self._path = path
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
@@ -107,7 +107,7 @@ class Owner:
                 self._write()
 
     def _write(self) -> None:
-        """In place, always of the same length; where another run has taken over, into a file
+        """In place, always of the same length; if another run has taken over, into a file
         that has no name any more."""
         self._beats += 1
         table = {
@@ -126,8 +126,8 @@ class Owner:
 def owned(work: Path, share: Share | None = None) -> Iterator[Owner]:
     """Own the work folder, or a share of it whose folder in it exists, while the block runs.
 
-    Shares of one count work side by side, nothing else does. Raises UnavailableError where another
-    run lives; waits where that is not known.
+    Shares of one count work side by side, nothing else does. Raises UnavailableError if another
+    run lives; waits if that is not known.
     """
     owner = _take(work, share)
     try:
@@ -184,7 +184,7 @@ def _rivals(work: Path, share: Share | None) -> list[Path]:
 
 def _watch(unknown: dict[Path, bytes]) -> dict[Path, bytes]:
     """Wait for a sign of life in owner files, and return those that gave none; UnavailableError
-    where one did."""
+    if one did."""
     first, content = next(iter(unknown.items()))
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
     notice = (
@@ -268,7 +268,7 @@ def _who(content: bytes) -> str:
 
 
 def _parsed(content: bytes) -> dict[str, object]:
-    """An owner file; empty where it is being written, or was cut by a power loss."""
+    """An owner file; empty if it is being written, or was cut by a power loss."""
     try:
         table = json.loads(content)
     except ValueError:

@@ -35,7 +35,7 @@ class Workspace:
 
     @property
     def name(self) -> str:
-        """Of the share, if it is one."""
+        """The share's, if it is one."""
         return self.share.name if self.share else ""
 
     @property
@@ -70,7 +70,7 @@ def working_in(workspace: Workspace) -> Iterator[OwnedWorkspace]:
     """Make the output, own the workspace, and clear what earlier runs left half-done; the run is
     logged.
 
-    Raises UnavailableError where another run is at work, or takes the output over.
+    Raises UnavailableError if another run is at work, or takes the output over.
     """
     new = not workspace.output.exists()
     workspace.work.mkdir(parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ def _clear(workspace: Workspace, partials: str, probes: str) -> None:
 
 def _clear_others(workspace: Workspace) -> None:
     """Delete what runs have left that cannot work beside this one: shares of another count, or any
-    where this run is none, and runs that were no share. The owner files say that none lives."""
+    if this run is none, and runs that were no share. The owner files say that none lives."""
     siblings = f"-of-{workspace.share.count}" if workspace.share else ""
     for folder in _folders(workspace):
         for path in (folder / WORK_FOLDER).glob("share-*-of-*"):
@@ -160,7 +160,7 @@ def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
 
 def staging_path(workspace: OwnedWorkspace, name: str) -> Path:
     """The temporary name for the file `name`: in OUT/.kconvert, or in a `.kconvert` of its own
-    folder where a rename from there would cross file systems or mounts (a disk a rank)."""
+    folder if a rename from there would cross file systems or mounts (a disk a rank)."""
     workspace.owner.check()
     folder, work = (workspace.output / name).parent, workspace.work
     if not folder.is_dir():
@@ -194,7 +194,7 @@ def publish(workspace: OwnedWorkspace, staged: Path, final: Path) -> None:
 
 def link(workspace: OwnedWorkspace, source: Path, name: str) -> Path | None:
     """The temporary name of the file `name`, which is now a copy of `source` that takes no space
-    (a reflink) or is that file itself (a hard link); None where the file system can do neither."""
+    (a reflink) or is that file itself (a hard link); None if the file system can do neither."""
     staged = staging_path(workspace, name)
     for way in (_reflink, os.link):
         try:

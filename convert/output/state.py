@@ -90,7 +90,7 @@ def _of_others(
     trusted: dict[str, str], planned: dict[str, PlannedFile], earlier: Earlier
 ) -> list[str]:
     """Those of the blobs whose shards are missing that must not be taken for this source's: of
-    another fingerprint than was to be expected there, or all where the output was begun from
+    another fingerprint than was to be expected there, or all if the output was begun from
     another source. What is common is in every conversion of a model."""
     known = earlier.fingerprints
     if any(
@@ -115,7 +115,7 @@ def _foreign(output: Path, ours: Collection[str]) -> Iterator[str]:
 
 
 def refuse_missing(plan: Plan, state: OutputState) -> None:
-    """Raise CheckpointError where shards are missing whose files are not published either."""
+    """Raise CheckpointError if shards are missing whose files are not published either."""
     lacking = [
         group for group in plan.absent if group.wanted and not state.trusted.issuperset(group.paths)
     ]
@@ -133,7 +133,7 @@ def refuse_missing(plan: Plan, state: OutputState) -> None:
 
 
 def refuse_reserved(small_files: Iterable[str]) -> None:
-    """Raise CheckpointError where a small file of the source has the name of one of ours."""
+    """Raise CheckpointError if a small file of the source has the name of one of ours."""
     ours = (MANIFEST_NAME, COMMON_FOLDER)
     name = next((n for n in small_files if n in ours or n.startswith("rank-")), None)
     if name is not None:
@@ -144,7 +144,7 @@ def refuse_reserved(small_files: Iterable[str]) -> None:
 
 
 def refuse_conflicts(state: OutputState, overwrite: bool) -> None:
-    """Raise OutputError where the output holds what this run must not touch."""
+    """Raise OutputError if the output holds what this run must not touch."""
     foreign = [conflict for conflict in state.conflicts if not conflict.ours]
     conflicts = foreign if overwrite else [*foreign, *state.conflicts]
     if conflicts:
@@ -205,7 +205,7 @@ def _origin(repo: str | None, commit: str | None) -> str:
 
 
 def refuse_overlap(source: Path, shards: Iterable[Path], output: Path) -> None:
-    """Raise OutputError where source and output lie in one another, links followed."""
+    """Raise OutputError if source and output lie in one another, links followed."""
     out, src = (Path(os.path.realpath(path)) for path in (output, source))
     if out == src or src in out.parents:
         raise OutputError(f"output {output} lies in the source {source}: choose another folder.")

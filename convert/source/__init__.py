@@ -29,7 +29,7 @@ class HubName(NamedTuple):
 
 def hub_name(source: str) -> HubName | None:
     """The repository that `source` names: org/name, org/name@revision, its page's address, or
-    hf://…; None where it is a folder or file here, or can only be the path of one.
+    hf://…; None if it is a folder or file here, or can only be the path of one.
 
     Raises UnsupportedError for the address of anything else.
     """

@@ -1,7 +1,7 @@
 """Shards on their way: the next one is downloaded while this one is converted.
 
-At most WINDOW shards are held at once, more only where two neighbouring jobs need more. A shard is
-taken from huggingface_hub's cache where it is there, and is then left alone; else it is downloaded
+At most WINDOW shards are held at once, more only if two neighbouring jobs need more. A shard is
+taken from huggingface_hub's cache if it is there, and is then left alone; else it is downloaded
 into the output's work folder and deleted when its last blob is published. Nothing of a shard is
 converted before its content is the one that the Hub names.
 """
@@ -95,7 +95,7 @@ class Arrivals:
     def take(self, job: int) -> None:
         """Wait until all shards of a job are there and right.
 
-        Raises UnavailableError where one cannot be got, OSErrors of the disk as they are.
+        Raises UnavailableError if one cannot be got, OSErrors of the disk as they are.
         """
         with self._change:
             self._now = job
@@ -106,7 +106,7 @@ class Arrivals:
             self._arrived[shard].result()
 
     def check(self, job: int) -> None:
-        """Raise UnavailableError where somebody else wrote to a job's shards since they were
+        """Raise UnavailableError if somebody else wrote to a job's shards since they were
         found right: a run that does not know yet that it lost the output, say."""
         for shard in self._order[job]:
             if _stamp(self.path(shard)) != self._stamps[shard]:
@@ -207,7 +207,7 @@ class Arrivals:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file does; None where it is gone."""
+    """What changes when a file does; None if it is gone."""
     try:
         status = path.stat()
     except FileNotFoundError:

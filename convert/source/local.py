@@ -33,7 +33,7 @@ class LocalSource:
     stamps: dict[str, tuple[int, ...]]  # shard → what changes when its file does
     warnings: tuple[str, ...]
     oids: dict[str, str] | None  # shard → hash to be compared with; None: nothing is compared
-    name: str | None = None  # repository and commit, where they are known
+    name: str | None = None  # repository and commit, if they are known
     commit: str | None = None
 
     @property
@@ -113,7 +113,7 @@ class _Here:
 def refuse_other_content(
     path: Path, name: str, oid: str, go_on: Callable[[], object] = lambda: None
 ) -> None:
-    """Raise CheckpointError where a file has another hash than it was downloaded with."""
+    """Raise CheckpointError if a file has another hash than it was downloaded with."""
     found = oid_of(path, oid, go_on)
     if found != oid:
         raise ChangedFileError(
@@ -124,7 +124,7 @@ def refuse_other_content(
 def hashes_at_hand(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The hash that each file must have, for --verify.
 
-    Raises UnsupportedError where one has none that is known here.
+    Raises UnsupportedError if one has none that is known here.
     """
     oids = {name: known_oid(folder / name) for name in names}
     unknown = [name for name, oid in oids.items() if oid is None]
@@ -141,7 +141,7 @@ def hashes_at_hand(folder: Path, names: Iterable[str]) -> dict[str, str]:
 def refuse_damaged(folder: Path, checkpoint: Checkpoint) -> None:
     """Compare every file of the checkpoint in `folder` with the hash that it must have.
 
-    Raises CheckpointError where one differs, UnsupportedError where there is nothing to compare
+    Raises CheckpointError if one differs, UnsupportedError if there is nothing to compare
     with.
     """
     oids = hashes_at_hand(folder, [*_small_files(folder, checkpoint), *checkpoint.shards])
@@ -158,7 +158,7 @@ def open_local(folder: Path, verify: bool = False) -> LocalSource:
     """Read headers and sampled blocks of the checkpoint in `folder`; `verify`: also compare small
     files with the hashes at hand, and shards as they are converted.
 
-    Raises CheckpointError, also where the folder does not exist; UnsupportedError where there is
+    Raises CheckpointError, also if the folder does not exist; UnsupportedError if there is
     nothing to verify with.
     """
     if not folder.is_dir():
@@ -193,12 +193,12 @@ def _blank_tails(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
         others = f" and of {len(blank) - 1} other shards" if blank[1:] else ""
         yield (
             f"the last {len(_BLANK):,} bytes of {blank[0]}{others} are all zero: was it ever"
-            " whole? --verify compares hashes where they are at hand"
+            " whole? --verify compares hashes if they are at hand"
         )
 
 
 def _tail(path: Path, shard: Shard) -> bytes:
-    """The last 4 KiB of a shard's data, less where it has less."""
+    """The last 4 KiB of a shard's data, less if it has less."""
     with open(path, "rb") as file:
         file.seek(max(shard.data_start, shard.size - len(_BLANK)))
         return file.read(len(_BLANK))

@@ -25,7 +25,7 @@ class Deliveries(Protocol):
         """Where a taken shard lies."""
 
     def check(self, job: int) -> None:
-        """Raise CheckpointError where a shard is not what it was when the plan was made."""
+        """Raise CheckpointError if a shard is not what it was when the plan was made."""
 
     def release(self, job: int, forget: Callable[[str], object]) -> None:
         """The job's blobs are published. `forget` is told the shards that no later job needs."""

@@ -131,7 +131,7 @@ class Repo:
             raise ContentError(expected, found)
 
     def read_header(self, file: str) -> Header:
-        """The header of a shard. By ranges, also where the file is in the cache: it may be
+        """The header of a shard. By ranges, also if the file is in the cache: it may be
         damaged, which shows when it is checked."""
         path, size = self.cached(file), self.files[file].size
         if self.offline and path is not None:
@@ -185,7 +185,7 @@ class Repo:
 def open_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:
     """The repository at the commit that `revision` (a branch, tag or commit; main) is now.
 
-    Raises CheckpointError where there is no such thing, UnavailableError where the Hub cannot be
+    Raises CheckpointError if there is no such thing, UnavailableError if the Hub cannot be
     asked. With HF_HUB_OFFLINE everything is taken from the cache.
     """
     if constants.HF_HUB_OFFLINE:

@@ -67,7 +67,7 @@ class Patience:
         """`call(n)` until it succeeds, n counting the attempts; they are counted anew when
         `progress()` has grown.
 
-        Raises CheckpointError or UnavailableError where trying again is no use or was none, and
+        Raises CheckpointError or UnavailableError if trying again is no use or was none, and
         OSErrors of the local disk as they are.
         """
         number, failures, before = 0, 0, progress()
@@ -136,7 +136,7 @@ def _final(what: str, error: Exception) -> Exception | None:
         if error.response.status_code in _FINAL_ANSWERS:
             return HubError(
                 f"{what}: {_reason(error)}, it does not have that; check the name, and HF_ENDPOINT"
-                " where it is set."
+                " if it is set."
             )
         return None
     if isinstance(error, (httpx2.InvalidURL, httpx2.UnsupportedProtocol)):

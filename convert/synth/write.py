@@ -40,8 +40,8 @@ def synth(
 
     `layers`: only the shards of these layers, while the index names all; `experts`: so many a
     layer (and in the config); `sparse`: headers alone, files of full size that take no space.
-    Raises UnsupportedError for an unknown preset or layer, OutputError where `output` holds
-    anything, UnavailableError where it does not fit.
+    Raises UnsupportedError for an unknown preset or layer, OutputError if `output` holds
+    anything, UnavailableError if it does not fit.
     """
     if preset not in PRESETS:
         raise OptionError(f"preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
@@ -143,7 +143,7 @@ def _shaped(tensor: SynthTensor, random: NDArray[np.uint64]) -> NDArray[np.gener
     """Random words made into plausible values of the tensor's kind."""
     if tensor.dtype == "U8":
         codes = random.view(np.uint8)
-        # Of MXFP4's scale bytes 2^−9 to 2^−2.
+        # MXFP4's scale bytes: 2^−9 to 2^−2.
         return (
             codes if not tensor.name.endswith(("scale", "scales")) else (codes & 7) + np.uint8(118)
         )

@@ -29,7 +29,7 @@ _KEYS = frozenset({
     "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "scoring_func",
     "seq_aux", "tie_word_embeddings", "topk_group", "topk_method", "v_head_dim", "vocab_size",
 })  # fmt: skip
-# Of a wrapper around the text model: vision, and how the two are put together.
+# A wrapper around the text model has these: vision, and how the two are put together.
 _WRAPPER_KEYS = frozenset({
     "compression_config", "ignore_index", "image_token_id", "media_placeholder_token_id",
     "quantization_config", "text_config", "tie_word_embeddings", "use_unified_vision_chunk",

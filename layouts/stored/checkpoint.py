@@ -197,7 +197,7 @@ def _of_experts(
 
 
 def _refuse_dropped(format: Format, dropped: Mapping[str, str], shard: str) -> None:
-    """Raise UnsupportedError where the blob's writer dropped what is not known here."""
+    """Raise UnsupportedError if the blob's writer dropped what is not known here."""
     kinds = format.kinds(64, 128)
     known = {
         name: kinds[name].dtypes for name, role in format.roles.items() if role in (None, "scale")
@@ -226,7 +226,7 @@ def _content(blobs: list[Blob]) -> str:
 
 
 def _small_files(output: Output) -> tuple[str, ...]:
-    """Their names. Raises CheckpointError where one is not what the manifest says."""
+    """Their names. Raises CheckpointError if one is not what the manifest says."""
     names = []
     for name, entry in output.manifest.files.items():
         if entry.fingerprint is None:

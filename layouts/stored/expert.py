@@ -20,7 +20,7 @@ from kconvert.layouts.w4a16 import W4A16
 
 class StoredExpert:
     """Parts as they lie in blobs, in a thread's buffers until the thread loads the next. They are
-    cut and joined as they are where that gives the order that is wanted, else unpacked first."""
+    cut and joined as they are if that gives the order that is wanted, else unpacked first."""
 
     def __init__(self, group: StoredGroup, index: int, reader: Reader, scratch: Scratch) -> None:
         self._group, self._index, self._scratch = group, index, scratch
@@ -36,7 +36,7 @@ class StoredExpert:
         self.bytes_read = reader.read_together(places)
 
     def check(self) -> None:
-        """Raise CheckpointError where a part was changed."""
+        """Raise CheckpointError if a part was changed."""
         for part, array in (pair for pairs in self._parts.values() for pair in pairs):
             found = digest(array.data.cast("B"))
             refuse_changed(part.place, found, part.digest, f", expert {self._index}")

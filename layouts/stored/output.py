@@ -31,7 +31,7 @@ class Blob(NamedTuple):
     info: BlobInfo
 
     def stacked(self, tensor: StackedTensor) -> TensorEntry:
-        """The entry of a stacked tensor; CheckpointError where the blob has none such."""
+        """The entry of a stacked tensor; CheckpointError if the blob has none such."""
         entries = [e for name, e in self.header.tensors.items() if name.endswith(f".{tensor.name}")]
         if len(entries) != 1:
             raise CheckpointError(f"{self.path} has no tensor …{tensor.name}: convert it again.")
@@ -44,10 +44,10 @@ def is_output(folder: Path) -> bool:
 
 
 class Output:
-    """A finished output. Of tensors, no data is read here."""
+    """A finished output. No tensor's data is read here."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UnfinishedOutputError where `folder` is no finished output or a part of one,
+        """Raises UnfinishedOutputError if `folder` is no finished output or a part of one,
         ChangedFileError where its config.json was changed."""
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
@@ -84,7 +84,7 @@ class Output:
 
     def common(self, layers: Collection[int] | None = None, vision: bool = True) -> Iterator[Blob]:
         """The blobs of tensors that are not cut: those of `layers` (None: of all), the outer ones,
-        and those of the vision tower where it is asked for."""
+        and those of the vision tower if it is asked for."""
         for name in self.manifest.files:
             group = Path(name).stem
             if not name.startswith(f"{COMMON_FOLDER}/"):

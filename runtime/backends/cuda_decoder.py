@@ -23,7 +23,7 @@ from kconvert.runtime.sampling import not_finite
 
 BUCKETS = (1, 2, 4, 8, 16, 33, 65)  # rows of a captured step
 MOST_NODES = tree.NODES
-# Of a step: without a drafter; with one that only follows; with its draft; with one that is cut.
+# A step: without a drafter; with one that only follows; with its draft; with one that is cut.
 ALONE, PAUSED, DRAFTED, AUTO = "alone", "paused", "drafted", "auto"
 PREFILL_ROWS = 1024
 _ENTRIES = 16  # of the ring; two steps are under way at most
@@ -289,7 +289,7 @@ def bucket_of(rows: int) -> int:
 
 
 def _seconds(run, device: torch.device, repeats: int = 20) -> float:  # type: ignore[no-untyped-def]
-    """Of one call inside a graph, the median."""
+    """One call's inside a graph, the median."""
     run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()

@@ -23,7 +23,7 @@ def choose(
     ranks: Ranks,
     drafter_bytes: int = 0,
 ) -> tuple[str, str]:
-    """("cpu" or "cuda", dtype). "auto" is the GPU where there is one that can, and says on stderr
+    """("cpu" or "cuda", dtype). "auto" is the GPU if there is one that can, and says on stderr
     why not if there is one that cannot; a dtype that is not given follows the device.
 
     Raises UnsupportedError for what cannot be run where it was asked for, UnavailableError where

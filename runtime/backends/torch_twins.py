@@ -31,7 +31,7 @@ class Cache:
 
 
 class TwinBackend:
-    """See protocol.py. Activations are bfloat16, or `wide` where nothing is rounded."""
+    """See protocol.py. Activations are bfloat16, or `wide` if nothing is rounded."""
 
     def __init__(
         self,

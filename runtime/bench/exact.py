@@ -36,7 +36,7 @@ def bench_exact(
     A row an output, dtype, temperature, mode and budget: tokens compared, and the prompts that
     differ with their first differing position (there should be none). Then the same of longer
     texts, in contexts of up to `longest` tokens (texts.py); 0: none. Every rank compares its own
-    logits. Of more processes than an output has ranks each team takes some of the prompts.
+    logits. If there are more processes than ranks, each team of ranks takes some of the prompts.
     On a GPU also how near its logits are to the CPU's (agreement.py).
     """
     sizes = sorted({read_manifest(output).tp for output in outputs})

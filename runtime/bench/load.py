@@ -60,8 +60,8 @@ def bench_load(
     """GB/s of the blobs at `paths` (files, or folders of them), a file and a folder at a time, with
     digests and without; the median of the passes, of all ranks together.
 
-    `device` "cpu" measures the host's part: into its own memory. Raises UnavailableError where
-    there is no GPU or too little of its memory, UnsupportedError where there are no blobs.
+    `device` "cpu" measures the host's part: into its own memory. Raises UnavailableError if
+    there is no GPU or too little of its memory, UnsupportedError if there are no blobs.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise UnavailableError(
@@ -110,7 +110,7 @@ def blobs_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def _mine(paths: list[Path], ranks: Ranks) -> list[Path]:
-    """What this rank loads: its folders, in turn where there are more, and all that is in none."""
+    """What this rank loads: its folders, in turn if there are more, and all that is in none."""
     mine = []
     for path in paths:
         folder = _RANK.fullmatch(path.parent.name)
@@ -205,7 +205,7 @@ class _Bench:
         return found
 
     def raw(self) -> dict[str, Any] | None:
-        """The best rate past the page cache; None where the disk cannot be measured."""
+        """The best rate past the page cache; None if the disk cannot be measured."""
         kept = self._forget()
         if kept > 0.01:
             self._report(f"disk: not measured, {kept:.0%} of the files stay in memory (tmpfs?)")

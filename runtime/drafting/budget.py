@@ -87,7 +87,7 @@ def rates(
 class Calibration:
     """What share of the drafted tokens that trees promise is accepted, of late.
 
-    A drafter is surer of itself than the target agrees, the more so where text is sampled. Before
+    A drafter is surer of itself than the target agrees, the more so if text is sampled. Before
     anything was verified its word is taken.
     """
 
