@@ -60,8 +60,8 @@ def folder(text: str) -> Path:
     return Path(text)
 
 
-def folder_argument(text: str) -> Any:
-    return typer.Argument(parser=folder, metavar="FOLDER", help=text)
+def folder_argument(text: str, name: str = "OUTPUT") -> Any:
+    return typer.Argument(parser=folder, metavar=name, help=text)
 
 
 # The choices of kconvert.runtime.backends, which loads torch.
@@ -69,23 +69,29 @@ DtypeName = Literal["float32", "bfloat16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 Dtype = Annotated[
     DtypeName | None,
-    typer.Option("--dtype", help="What is computed in: float32, on the GPU bfloat16."),
+    typer.Option("--dtype", help="What is computed in: float32 if not given, on a GPU bfloat16."),
 ]
 Device = Annotated[
     DeviceName,
-    typer.Option("--device", help="auto: a GPU if there is one that can."),
+    typer.Option("--device", help="auto: a GPU, if one is here that can run it."),
 ]
 # As in kconvert.layouts.registry, which is not for `--help` to load.
 LayoutName = Literal["marlin", "w4a16"]
 CacheDir = Annotated[
-    Path | None, typer.Option(parser=folder, help="huggingface_hub's cache, if not its own.")
+    Path | None,
+    typer.Option(parser=folder, help="The cache to use instead of huggingface_hub's default."),
 ]
+Tp = Annotated[int, typer.Option(help="Tensor parallelism: the number of ranks, one for each GPU.")]
+Ep = Annotated[int, typer.Option(help="Expert parallelism; it must divide tp.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what another run wrote.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Compare a source folder with the hashes at hand.")
+    bool,
+    typer.Option(
+        "--verify", help="Compare the source's files with the hashes that came with them."
+    ),
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if not given.")]
 IgnoreConfigKey = Annotated[

@@ -18,15 +18,15 @@ from kconvert.convert.cli.common import (
 
 @explained
 def diff(
-    a: Annotated[Path, folder_argument("A checkpoint or a converted folder.")],
-    b: Annotated[Path, folder_argument("Another, of whatever layout, tp and ep.")],
+    a: Annotated[Path, folder_argument("A checkpoint or a converted folder.", "A")],
+    b: Annotated[Path, folder_argument("Another, of any layout, tp and ep.", "B")],
     workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Compare two models by what they mean: which layers and experts differ, and how much.
 
-    Exits with 1 where anything differs.
+    Exits with 1 if anything differs.
     """
     from kconvert.convert.cli import diff_text
     from kconvert.validate.diff import diff as compare

@@ -28,7 +28,7 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what something is, and what it holds.
+    """Say what a path is and what it holds.
 
     Exits with 2 if it is nothing that can be converted or run.
     """

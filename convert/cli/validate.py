@@ -25,13 +25,14 @@ def validate(
         Path | None, typer.Option(parser=folder, help="The checkpoint it was made from.")
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, help="Only so many experts a layer; all if not given.")
+        int | None,
+        typer.Option(min=1, help="How many experts of each layer to check; all if not given."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="What they are drawn with; at random if not given.")
+        int | None, typer.Option(min=0, help="Seed to draw them with; random if not given.")
     ] = None,
     report: Annotated[
-        Path | None, typer.Option(help="Also write what was found into this file, as HTML.")
+        Path | None, typer.Option(help="Also write the findings to this file, as HTML.")
     ] = None,
     verify: Verify = False,
     workers: Workers = None,
@@ -40,7 +41,7 @@ def validate(
 ) -> None:
     """Check an output: structure, digests, and codes and scales equal to the source's.
 
-    Exits with 1 where anything differs.
+    Exits with 1 if anything differs.
     """
     from kconvert.convert.cli import text
     from kconvert.validate import validate as check
