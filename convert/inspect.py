@@ -160,7 +160,7 @@ def _output(path: Path) -> dict[str, Any]:
 
 
 def _dims(path: Path) -> ModelDims | None:
-    """The sizes in an output's config.json, which may be wanting."""
+    """The sizes in an output's config.json, which may be missing."""
     with suppress(KconvertError):
         return read_family(read_json(path / CONFIG_NAME)).dims
     return None

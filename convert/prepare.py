@@ -161,8 +161,8 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     output = Path(output)
     if options.share and options.overwrite:
         raise OptionError(
-            "--overwrite is nothing for a share (--share, or what a launcher has set): none knows"
-            " what the others have replaced; delete the old output first."
+            "--overwrite cannot be given to a share (--share, or what a launcher has set): no share"
+            " knows what the others have replaced; delete the old output first."
         )
     layout_named(options.layout)  # before anything is fetched
     with without_collection():

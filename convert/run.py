@@ -97,7 +97,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
 
 def _outline(prepared: Prepared) -> Outline:
     """With what is to be removed: it must be known after an interruption too, when the manifest
-    that tells of it is gone. And vision may also be wanting because it was left out of what is
+    that tells of it is gone. And vision may also be missing because it was left out of what is
     complete without it."""
     before, outline, replaced = (
         _manifest_there(prepared.output),
@@ -116,7 +116,7 @@ def _outline(prepared: Prepared) -> Outline:
 def finish(output: Path) -> Manifest:
     """Write the manifest of an output that the shares of several runs have made.
 
-    Raises OutputError if something is wanting, UnavailableError if a run is at work.
+    Raises OutputError if something is missing, UnavailableError if a run is at work.
     """
     before = _manifest_there(output)
     begun = (output / WORK_FOLDER / OUTLINE_NAME).exists()  # a run that did not end

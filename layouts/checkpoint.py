@@ -168,7 +168,7 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise MissingFileError(f"{path} is missing: {path.parent} is not a whole checkpoint.")
     if path.stat().st_size > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes: no JSON file is so large.")
+        raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes, too large for JSON.")
     raw = path.read_bytes()
     refuse_lfs_pointer(path, raw)
     try:

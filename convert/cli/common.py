@@ -49,7 +49,7 @@ _ADVICE = {
 _EXHAUSTED = {
     "can't start new thread": "no more threads can be started: raise the limit of processes"
     " (ulimit -u, or the container's), or give fewer --workers.",
-    "can't allocate memory": "no more memory can be had: free some, or raise the limit.",
+    "can't allocate memory": "the memory is used up: free some, or raise the limit.",
 }
 
 
@@ -244,7 +244,7 @@ def reporting(work: "Work", quiet: bool, what: str = "convert") -> Iterator["Met
 
 
 def _columns() -> int:
-    """The columns of the terminal, but for the last, behind which some begin a new line."""
+    """The columns of the terminal less the last, after which some begin a new line."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):

@@ -277,7 +277,7 @@ def _parsed(content: bytes) -> dict[str, object]:
 
 
 def _read(path: Path) -> bytes | None:
-    """An owner file; opened anew each time, as only then a network file system asks the server."""
+    """An owner file; opened again each time, as only then a network file system asks the server."""
     try:
         with naming(path):
             return path.read_bytes()

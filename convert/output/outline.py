@@ -41,7 +41,7 @@ class Outline:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode() + b"\n"
 
     def manifest(self, output: Path) -> Manifest:
-        """The manifest of what lies in `output` now; complete if nothing is wanting.
+        """The manifest of what lies in `output` now; complete if nothing is missing.
 
         Raises OutputError if a file there is another than it should be.
         """
@@ -59,7 +59,7 @@ class Outline:
                 files[name] = FileEntry(size, digest(header.raw), info.fingerprint)
                 _check(path, info.fingerprint, fingerprint)
         expected = self.small_files.keys() | self.blobs.keys()
-        # Vision may be wanting if this or an earlier run was told to leave it out.
+        # Vision may be missing if this or an earlier run was told to leave it out.
         text_only = self.text_only and _VISION_BLOB not in files
         if text_only:
             expected -= {_VISION_BLOB}

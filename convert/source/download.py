@@ -46,7 +46,7 @@ class Arrivals:
         meter: Meter,
         keep: bool,
     ) -> None:
-        """`order[i]`: what job i needs. `keep`: download into the cache instead, for good."""
+        """`order[i]`: what job i needs. `keep`: download into the cache instead, to stay."""
         self._repo, self._shards, self._meter, self._keep = repo, shards, meter, keep
         self._folder = work / INCOMING
         self._order = order

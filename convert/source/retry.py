@@ -64,7 +64,7 @@ class Patience:
     def __call__(
         self, what: str, call: Callable[[int], T], progress: Callable[[], int] = lambda: 0
     ) -> T:
-        """`call(n)` until it succeeds, n counting the attempts; they are counted anew when
+        """`call(n)` until it succeeds, n counting the attempts; they start again from zero when
         `progress()` has grown.
 
         Raises CheckpointError or UnavailableError if trying again is no use or was none, and

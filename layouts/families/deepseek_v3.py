@@ -143,7 +143,7 @@ class DeepSeekV3(Family):
 
 
 def stated_modules(sizes: Sizes, layer: int | None) -> dict[str, Stated]:
-    """The modules of a layer (None: embedding, norm and head) but for the routed experts, by name
+    """The modules of a layer (None: embedding, norm and head) except the routed experts, by name
     behind `model.layers.N.` (or the prefix)."""
     s = sizes
     if layer is None:

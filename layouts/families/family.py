@@ -111,7 +111,7 @@ class Family(ABC):
 
     @abstractmethod
     def stated(self, layer: int | None, block: str) -> dict[str, Stated]:
-        """The modules of a layer (None: embedding, norm and head) but for the routed experts, by
+        """The modules of a layer (None: embedding, norm and head) except the routed experts, by
         name behind `model.layers.N.` (or the prefix). `block` is what the layer calls its MLP."""
 
     @property

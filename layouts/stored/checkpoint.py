@@ -234,7 +234,7 @@ def _small_files(output: Output) -> tuple[str, ...]:
             if digest(path.read_bytes()) != entry.digest:
                 raise ChangedFileError(
                     f"{path} was changed: its digest is not the one in {MANIFEST_NAME}; copy it"
-                    " anew, or convert again."
+                    " again, or convert again."
                 )
             names.append(name)
     return tuple(sorted(names))

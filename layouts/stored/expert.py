@@ -127,5 +127,5 @@ def refuse_changed(tensor: SourceTensor, found: str, wanted: str | None, which: 
     if wanted not in (None, found):
         raise ChangedFileError(
             f"{tensor.shard}, tensor {tensor.name}{which}: its bytes were changed, the digest is"
-            " another: copy the file anew, or convert it again."
+            " another: copy the file again, or convert it again."
         )

@@ -31,7 +31,7 @@ class Blob(NamedTuple):
     info: BlobInfo
 
     def stacked(self, tensor: StackedTensor) -> TensorEntry:
-        """The entry of a stacked tensor; CheckpointError if the blob has none such."""
+        """The entry of a stacked tensor; CheckpointError if the blob has none."""
         entries = [e for name, e in self.header.tensors.items() if name.endswith(f".{tensor.name}")]
         if len(entries) != 1:
             raise CheckpointError(f"{self.path} has no tensor …{tensor.name}: convert it again.")
@@ -124,12 +124,12 @@ class Output:
             header, info = read_blob(path)
         except KconvertError:  # whose advice is for a source
             raise CheckpointError(
-                f"{path} has a damaged header: copy it anew, or convert it again."
+                f"{path} has a damaged header: copy it again, or convert it again."
             ) from None
         if digest(header.raw) != self.manifest.files[name].digest:
             raise ChangedFileError(
                 f"{path} is of another conversion: its header is not the one in {MANIFEST_NAME};"
-                " copy it anew, or convert it again."
+                " copy it again, or convert it again."
             )
         return Blob(path, header, info)
 
@@ -142,7 +142,7 @@ class Output:
         if size != entry.bytes:
             found = "is missing" if size is None else f"has {size:,} bytes"
             raise CheckpointError(
-                f"{path} {found}, {entry.bytes:,} bytes were written: copy it anew, or convert it"
+                f"{path} {found}, {entry.bytes:,} bytes were written: copy it again, or convert it"
                 " again."
             )
         return path

@@ -206,5 +206,5 @@ def _walk(tokens, parents, choices):  # type: ignore[no-untyped-def]
 
 def _checked(budget: int) -> int:
     if budget < 0:
-        raise OptionError(f"a budget of {budget} nodes cannot be: give 0 or more.")
+        raise OptionError(f"a budget of {budget} nodes makes no sense: give 0 or more.")
     return budget

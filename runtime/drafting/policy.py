@@ -75,7 +75,7 @@ class Drafting:
             self._promised = None
 
     def catch_up(self, but: int = 0) -> None:
-        """Take what was committed, but for the newest `but` steps, into the drafter's context."""
+        """Take what was committed, except the newest `but` steps, into the drafter's context."""
         ready = len(self._waiting) - but
         if ready > 0:
             self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting[:ready])))

@@ -163,7 +163,7 @@ class Filler:
                 raise CheckpointError(
                     f"{transfer.path}, tensor {entry.name}{which}: its bytes were changed (digest"
                     f" {transfer.digests[expert]} expected, {hasher.hexdigest()} found): copy the"
-                    " file anew, or convert it again."
+                    " file again, or convert it again."
                 )
 
     def _blocks(self, transfer: Transfer) -> Iterator[range]:

@@ -127,7 +127,7 @@ def checked(
         if path is not None and data is not None and digest(data(tensor)) != wanted:
             raise CheckpointError(
                 f"{path}, tensor {name}: its bytes were changed, the digest is another: copy the"
-                " file anew, or convert it again."
+                " file again, or convert it again."
             )
         yield name, tensor
     for name, (path, _) in expected.items():
