@@ -16,7 +16,12 @@ from kconvert.convert.shards import plan_export
 from kconvert.convert.source.stored import StoredSource, open_stored
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import KconvertError, OutputError, UnsupportedError
+from kconvert.layouts.errors import (
+    KconvertError,
+    OccupiedOutputError,
+    OutputError,
+    UnsupportedError,
+)
 from kconvert.layouts.header import read_header
 from kconvert.layouts.manifest import WORK_FOLDER
 
@@ -146,7 +151,7 @@ def _with_current_state(prepared: PreparedExport) -> PreparedExport:
         return prepared
     inside = [path for path in sorted(folder.iterdir()) if path.name != WORK_FOLDER]
     if inside and _recorded(folder) != prepared.identity:
-        raise OutputError(f"{inside[0]} is not of this export: choose another folder.")
+        raise OccupiedOutputError(f"{inside[0]} is not of this export: choose another folder.")
     planned = {file.path: file for file in prepared.plan.files}
     published = set()
     for path in inside:
@@ -155,7 +160,7 @@ def _with_current_state(prepared: PreparedExport) -> PreparedExport:
                 raise OutputError(f"{path} is damaged: delete it and run the same command again.")
             published.add(path.name)
         elif not path.is_file() or prepared.small_files.get(path.name) != read_file(path):
-            raise OutputError(f"{path} is not of this export: choose another folder.")
+            raise OccupiedOutputError(f"{path} is not of this export: choose another folder.")
     return replace(prepared, published=frozenset(published))
 
 

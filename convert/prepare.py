@@ -20,7 +20,7 @@ from kconvert.convert.share import Share
 from kconvert.convert.source import COMMIT, HubName, Source, hub_name, open_hub, open_local
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint
-from kconvert.layouts.errors import OutputError, UnsupportedError
+from kconvert.layouts.errors import OptionError, OutputError
 from kconvert.layouts.families.config_keys import UnknownKey, mention_of, warnings_of
 from kconvert.layouts.families.known import unknown_config_keys
 from kconvert.layouts.header import refuse_lfs_pointer
@@ -160,7 +160,7 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     """
     output = Path(output)
     if options.share and options.overwrite:
-        raise UnsupportedError(
+        raise OptionError(
             "--overwrite is nothing for a share (--share, or what a launcher has set): none knows"
             " what the others have replaced; delete the old output first."
         )
@@ -231,9 +231,9 @@ def _scale_dtype(asked: str | None, model: Model) -> str | None:
     if asked is None:
         return None
     if asked != "bfloat16":
-        raise UnsupportedError(f"--scale-dtype {asked}: scales are cast to bfloat16 or kept.")
+        raise OptionError(f"--scale-dtype {asked}: scales are cast to bfloat16 or kept.")
     if model.dims.quantization.scheme == "mxfp4":
-        raise UnsupportedError(
+        raise OptionError(
             "--scale-dtype bfloat16: MXFP4's scales are powers of two in a byte, and stay so."
         )
     return "BF16"
@@ -260,7 +260,7 @@ def _named(source: str, options: Options) -> tuple[HubName | None, Options]:
     if name is None or name.revision is None:
         return name, options
     if options.revision not in (None, name.revision):
-        raise UnsupportedError(
+        raise OptionError(
             f"{source} and --revision {options.revision} are two revisions: give one."
         )
     return name, replace(options, revision=name.revision)
@@ -271,7 +271,7 @@ def _open(source: HubName | Path, output: Path, options: Options) -> Source:
     if isinstance(source, Path):
         hub_only = options.revision or options.cache_dir or options.keep_shards
         if hub_only and source.is_dir():
-            raise UnsupportedError(
+            raise OptionError(
                 f"{source} is a folder here: --revision, --cache-dir and --keep-shards are for a"
                 " repository of the Hub."
             )

@@ -10,7 +10,7 @@ from kconvert.convert.output.disk import sync_folder
 from kconvert.convert.output.outline import OUTLINE_NAME, Outline, read_outline
 from kconvert.convert.prepare import Prepared, with_current_state
 from kconvert.convert.progress import Meter, Stage
-from kconvert.layouts.errors import OutputError
+from kconvert.layouts.errors import OutputError, UnfinishedOutputError
 from kconvert.layouts.manifest import (
     MANIFEST_NAME,
     WORK_FOLDER,
@@ -132,7 +132,7 @@ def finish(output: Path) -> Manifest:
             )
         missing = [*outline.missing_blobs(output), *outline.missing_small_files(output)]
         if missing:
-            raise OutputError(
+            raise UnfinishedOutputError(
                 f"{output} lacks {missing[0]}"
                 + (f" and {len(missing) - 1} other files" if missing[1:] else "")
                 + ": run the shares that have not ended once more."

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kconvert.layouts.errors import OutputError
+from kconvert.layouts.errors import NewerFormatError, OutputError
 from kconvert.layouts.experts import W13_ROWS
 from kconvert.layouts.header import DTYPE_BYTES, Header, read_header
 from kconvert.layouts.quantization import SCHEMES, Quantization
@@ -175,7 +175,7 @@ def blob_info(header: Header, file: str) -> BlobInfo:
     try:
         table = json.loads(header.metadata["kconvert"])
         if type(table["format"]) is int and table["format"] > FORMAT_VERSION:
-            raise OutputError(
+            raise NewerFormatError(
                 f"{file} has format {table['format']}, this version reads up to {FORMAT_VERSION}:"
                 " use the version that wrote it, or convert again."
             )

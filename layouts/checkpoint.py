@@ -4,12 +4,12 @@ No weight is read. Everything hostile or broken is refused here, in one sentence
 compiler and the validator work on facts.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, MissingFileError
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import Header, decode_json, read_header, refuse_lfs_pointer
 
@@ -81,7 +81,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def assemble(
     folder: Path,
-    files: dict[str, int | None],
+    files: Mapping[str, int | None],
     read_headers: Callable[[list[str]], dict[str, Header]],
 ) -> Checkpoint:
     """Inventory of the checkpoint whose `files` have so many bytes (None: not a file).
@@ -96,7 +96,7 @@ def assemble(
     wanted = sorted(set(weight_map.values())) if weight_map else _only_shard(folder, files)
     sizes = {name: size for name in wanted if (size := files.get(name)) is not None}
     if not sizes:
-        raise CheckpointError(f"{folder} holds none of the {len(wanted)} shards its index names.")
+        raise MissingFileError(f"{folder} holds none of the {len(wanted)} shards its index names.")
     headers = read_headers(list(sizes))
     tensors, absent, unindexed = take_inventory(weight_map, headers)
     small, skipped = _sort_files(folder, files, set(wanted))
@@ -166,7 +166,7 @@ def _of_unindexed(unindexed: dict[str, str]) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; CheckpointError when it is absent, no UTF-8 or no object."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: {path.parent} is not a whole checkpoint.")
+        raise MissingFileError(f"{path} is missing: {path.parent} is not a whole checkpoint.")
     if path.stat().st_size > _MAX_JSON_BYTES:
         raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes: no JSON file is so large.")
     raw = path.read_bytes()

@@ -56,7 +56,7 @@ def real(
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if type(value) not in (int, float) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise CheckpointError(
             f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number of {least:g} to {most:g}."
         )

@@ -8,13 +8,14 @@ silent (duplicate keys) and plainer where it misnames a fault (LFS pointers, tru
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, TruncatedFileError
 
 # Bytes an element, widest last: safetensors writes wider dtypes first, in this order reversed.
 DTYPE_BYTES = {
@@ -73,10 +74,10 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
     """
     first = read_first(64)
     if size == 0:
-        raise CheckpointError(f"{file} is empty: download it again.")
+        raise TruncatedFileError(f"{file} is empty: download it again.")
     refuse_lfs_pointer(file, first)
     if size < 8:
-        raise CheckpointError(
+        raise TruncatedFileError(
             f"{file} is truncated: {size} bytes found, at least 8 expected; download it again."
         )
     length = int.from_bytes(first[:8], "little")
@@ -175,8 +176,9 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
             )
         expected += tensor.nbytes
     if expected != file_size:
-        kind = "truncated" if file_size < expected else "too long"
-        raise CheckpointError(
+        short = file_size < expected
+        kind = "truncated" if short else "too long"
+        raise (TruncatedFileError if short else CheckpointError)(
             f"{file} is {kind}: {file_size:,} bytes found, {expected:,} expected from its header;"
             " download it again."
         )
@@ -186,8 +188,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
         raise ValueError(f"key {twice!r} stands there twice")
     return table
 

@@ -163,9 +163,9 @@ def read_model(checkpoint: Checkpoint) -> Model:
             tuple(_experts(checkpoint.tensors, base, family)) if name in experts else (),
             base,
         )
-    for group in groups.values():
-        if not group.absent and _placed(group, family) != here[group.name]:
-            raise _unplaced(checkpoint, family, group)
+    for sorted_group in groups.values():
+        if not sorted_group.absent and _placed(sorted_group, family) != here[sorted_group.name]:
+            raise _unplaced(checkpoint, family, sorted_group)
     prefix = name_prefix(stated[OUTER])
     for name in [*map(layer_name, sorted(layers)), OUTER]:
         _check_stated(checkpoint, family, name, prefix, stated[name], bases.get(name, ""))

@@ -48,7 +48,11 @@ class Quantization(NamedTuple):
     def roles(self) -> tuple[Role, ...]:
         """What is stored of a matrix, in this order."""
         roles: list[Role] = ["code", "scale"]
-        return (*roles, *["zero_point"] * self.zero_point, *["bias"] * self.bias)  # type: ignore[return-value]
+        if self.zero_point:
+            roles.append("zero_point")
+        if self.bias:
+            roles.append("bias")
+        return tuple(roles)
 
     def words(self, columns: range) -> range:
         """The words of a row that hold its columns `columns` (whole words)."""

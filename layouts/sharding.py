@@ -6,7 +6,7 @@ The routed experts are cut; everything else stays whole (DESIGN.md, Parallelism)
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.errors import OptionError
 from kconvert.layouts.quantization import Quantization
 
 MOST = 10_000  # layers, experts, ranks: more is a damaged file or a slip of the finger
@@ -83,7 +83,7 @@ def check_parallelism(
     fits = [f"--tp {p.tp} --ep {p.ep}" for p in same_tp if not _problem(dims, p, constraint)]
     fits = fits or [f"--tp {p.tp}" for p in other_tp if not _problem(dims, p, constraint)]
     advice = f"; what works: {', '.join(fits)}" if fits else "; no parallelism would do"
-    raise UnsupportedError(f"--tp {parallelism.tp} --ep {parallelism.ep}: {problem}{advice}.")
+    raise OptionError(f"--tp {parallelism.tp} --ep {parallelism.ep}: {problem}{advice}.")
 
 
 def parallelisms(

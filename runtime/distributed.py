@@ -13,12 +13,18 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import UnavailableError, UnsupportedError, said_if_slow
+from kconvert.layouts.errors import (
+    DeviceMemoryError,
+    LostProcessError,
+    UnavailableError,
+    UnsupportedError,
+    said_if_slow,
+)
 from kconvert.layouts.manifest import read_manifest
 from kconvert.runtime.watch import ENDED, Watch, leave_at_exit, process_id, watch
 
@@ -91,7 +97,7 @@ class Ranks:
             with self.watch.waiting() if self.watch else nullcontext():
                 yield
         except torch.OutOfMemoryError as error:
-            raise UnavailableError(
+            raise DeviceMemoryError(
                 f"the GPU's memory is used up ({_first_line(error)}): give shorter texts, or"
                 " convert for more ranks."
             ) from error
@@ -178,7 +184,8 @@ class Ranks:
         return [part.numpy() for part in parts]
 
 
-class Team(NamedTuple):
+@dataclass(frozen=True)
+class Team:
     """One of `count` teams of ranks that do the same work on different inputs."""
 
     ranks: Ranks
@@ -210,7 +217,7 @@ def _others_there() -> Iterator[None]:
     except RuntimeError as error:  # gloo's, whatever was the matter with the connection
         if _gpu_groups.cache_info().currsize:
             leave_at_exit()
-        raise UnavailableError(f"{ENDED} ({_first_line(error)}).") from error
+        raise LostProcessError(f"{ENDED} ({_first_line(error)}).") from error
 
 
 def ranks_from_environment(output: Path) -> Ranks:

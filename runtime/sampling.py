@@ -50,7 +50,8 @@ def chosen(parts: list[NDArray[np.float64]], positions: Ints) -> Ints:
     if not finite.all():
         raise not_finite(int(positions[np.argmin(finite)]))
     tokens = np.stack([part[:, 1] for part in parts])
-    return tokens[values.argmax(axis=0), np.arange(len(positions))].astype(np.int64)
+    best: Ints = tokens[values.argmax(axis=0), np.arange(len(positions))].astype(np.int64)
+    return best
 
 
 def not_finite(position: int) -> CheckpointError:

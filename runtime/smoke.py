@@ -46,6 +46,7 @@ def smoke(
     """
     ranks = ranks_from_environment(output)
     engine = Engine.open(output, drafter, dtype, ranks, device, request.ignore_config_keys)
+    engine.set_threads()
     write = write if ranks.rank == 0 else lambda _: None
     tokenizer = None if request.tokens is not None else Tokenizer(output)
     if tokenizer is not None and tokenizer.vocabulary > engine.model.config.vocabulary:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kconvert.layouts.errors import UnavailableError
+from kconvert.layouts.errors import LostProcessError
 
 ENDED = "another rank has ended, what it said tells why"
 _GRACE = 0.05  # seconds: who ended in good order left nothing to wait for
@@ -43,7 +43,7 @@ class Watch:
         self._inside, self._entered = True, self._entered + 1
         try:
             if self._ended:
-                raise UnavailableError(f"{ENDED}.")
+                raise LostProcessError(f"{ENDED}.")
             yield
         finally:
             self._inside = False

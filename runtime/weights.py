@@ -8,7 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, rank_folder, read_blob
-from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.layouts.errors import (
+    CheckpointError,
+    KconvertError,
+    UnfinishedOutputError,
+    UnsupportedError,
+)
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import TensorEntry
@@ -65,13 +70,13 @@ class Blobs:
         """Map this rank's blobs in `folder`, and compare their headers and what small files the
         manifest has of those that generating reads with it; of tensors, no data is read.
 
-        Raises OutputError where that is no finished output, UnsupportedError where it is a part
-        or holds a dtype that is not computed with, CheckpointError naming a file that is missing
-        or was changed.
+        Raises UnfinishedOutputError where that is no finished output or a part of one,
+        UnsupportedError where it holds a dtype that is not computed with, CheckpointError naming a
+        file that is missing or was changed.
         """
         self.manifest: Manifest = read_manifest(folder)
         if not self.manifest.complete:
-            raise UnsupportedError(
+            raise UnfinishedOutputError(
                 f"{folder} holds a part of the model: run `kconvert convert` without --layers and"
                 " --ranks to complete it."
             )

@@ -131,7 +131,7 @@ class ExpertCheck:
             place, role = in_blob(blob.path, tensor).part(local), cut.tensor.role
             with done.looking("digests", place.nbytes):
                 stored = self._read(self._blobs, "stored", place)
-                changed = digest(memoryview(stored).cast("B"))
+                changed = digest(stored.data.cast("B"))
             if changed != blob.info.expert_digests[name][local]:
                 text = "its bytes were changed: the digest disagrees"
                 done.find(Finding(blob.path, text, name, index, "digests"))

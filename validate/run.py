@@ -15,7 +15,7 @@ import numpy as np
 from kconvert.convert.source.local import refuse_damaged
 from kconvert.layouts.blob import COMMON_FOLDER
 from kconvert.layouts.checkpoint import Checkpoint, read_checkpoint, read_json
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.errors import CheckpointError, OptionError
 from kconvert.layouts.families.family import Family
 from kconvert.layouts.families.known import read_family
 from kconvert.layouts.fields import CONFIG_NAME
@@ -48,7 +48,7 @@ def run(
 ) -> Validation:
     """See `kconvert.validate.validate`."""
     if verify and source is None:
-        raise UnsupportedError("--verify is for a source's files: give --source.")
+        raise OptionError("--verify is for a source's files: give --source.")
     begin = time.perf_counter()
     manifest = read_manifest(output)
     checkpoint = None if source is None else read_checkpoint(source)
@@ -127,6 +127,10 @@ def _make(check: DataCheck) -> Done:
     done = Done()
     check(done)
     return done
+
+
+def _found(finding: Finding, done: Done) -> None:
+    done.find(finding)
 
 
 def _account(result: Validation, checkpoint: Checkpoint, model: Model, converted: set[str]) -> None:
@@ -215,7 +219,7 @@ class _Data:
             if group is not None and sources.keys() != blob.header.tensors.keys():
                 text = "its tensors are not the source's"
                 wrong = Finding(blob.path, text, check="source-files")
-                yield lambda done, wrong=wrong: done.find(wrong)
+                yield partial(_found, wrong)
                 continue
             for name in blob.header.tensors:
                 self._result.tensors += 1

@@ -1,7 +1,8 @@
 """What codes and scales look like, layer by layer and expert by expert; seen in the bytes of the
 blobs while they are in memory, in whatever order they lie."""
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -10,7 +11,8 @@ from kconvert.layouts.numba_jit import jit
 from kconvert.layouts.scan import widened
 
 
-class ScaleSums(NamedTuple):
+@dataclass(frozen=True)
+class ScaleSums:
     """Magnitudes of some scales; `least` and `greatest` of those that are finite and not zero."""
 
     count: int
@@ -58,7 +60,9 @@ class LayerStatistics:
     def means(self) -> NDArray[np.float64]:
         """The mean magnitude of each expert's scales; NaN of one that was not read."""
         count = self.scales[:, 0]
-        return np.divide(self.totals, count, out=np.full(len(count), np.nan), where=count > 0)
+        means = np.full(len(count), np.nan)
+        np.divide(self.totals, count, out=means, where=count > 0)
+        return means
 
 
 def _finite(value: float) -> float | None:
@@ -69,11 +73,12 @@ def count_codes(words: NDArray[Any], bits: int) -> NDArray[np.int64]:
     """How often each code of 4 or 8 bits is among these bytes: int64 [2^bits]."""
     counts = np.zeros((4, 256), np.int64)
     _count_bytes(words.reshape(-1).view(np.uint8), counts)
-    whole = counts.sum(axis=0)
+    whole: NDArray[np.int64] = counts.sum(axis=0)
     if bits == 8:
         return whole
     pairs = whole.reshape(16, 16)  # high nibble, low nibble
-    return pairs.sum(axis=0) + pairs.sum(axis=1)
+    nibbles: NDArray[np.int64] = pairs.sum(axis=0) + pairs.sum(axis=1)
+    return nibbles
 
 
 @jit

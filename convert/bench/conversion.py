@@ -88,8 +88,7 @@ def _bench_case(case: Case, work: Path, pairs: int) -> dict[str, Any]:
         if not case.in_memory:
             for name, flags in (("copy_seconds", 0), ("direct_copy_seconds", os.O_DIRECT)):
                 figures[name] = sum(
-                    seconds_of(lambda shard=shard, flags=flags: copy_file(shard, copied, flags))
-                    for shard in shards
+                    seconds_of(partial(copy_file, shard, copied, flags)) for shard in shards
                 )
                 copied.unlink()
         if turn > 0:  # the first one compiles or loads the kernels and touches the memory

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 
+from kconvert.convert.output.runlog import COMMAND
 from kconvert.layouts.errors import KconvertError, UnavailableError
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        COMMAND.set(sys.argv)
         try:
             command(*args, **kwargs)
         except tuple(kind for kind, _ in EXIT_CODES) as error:
@@ -126,7 +128,9 @@ def interrupted() -> str:
 
 def sentence_of(error: BaseException) -> str:
     """What a person is told of an expected failure."""
-    if isinstance(error, OSError) and not isinstance(error, KconvertError):
+    if isinstance(error, KconvertError):
+        return str(error)
+    if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         advice = _ADVICE.get(error.errno or 0)
         return f"{where}{error.strerror or error}" + (f": {advice}." if advice else ".")

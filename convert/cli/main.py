@@ -49,6 +49,10 @@ def main() -> None:
     # Nothing here multiplies by numpy, and where its BLAS cannot start a thread for every core, it
     # interrupts the program.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # huggingface_hub warns of what is tried again, and draws bars of its own: what fails in the
+    # end, and how far a run is, is said by us.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
         run()
     except SystemExit as ended:

@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from kconvert.convert.output.disk import naming
+from kconvert.convert.output.runlog import LOG_NAME
 from kconvert.convert.share import Share
-from kconvert.layouts.errors import UnavailableError, one_line
+from kconvert.layouts.errors import LockedOutputError, one_line
 
 OWNER_NAME = "owner"
-LOG_NAME = "runs.jsonl"  # never deleted, so that its lock can guard the owner files
 _log = logging.getLogger(__name__)
 
 
@@ -76,7 +76,7 @@ class Owner:
     def check(self) -> None:
         """Raise UnavailableError unless the output is still this run's."""
         if not self._ours():
-            raise UnavailableError(
+            raise LockedOutputError(
                 f"{self._path} is not this run's any more: another run took the output over when"
                 " this one gave no sign of life, or somebody deleted the file. What is published"
                 " stays; run the same command again when no other run is at work."
@@ -163,7 +163,7 @@ def _created(path: Path, work: Path, share: Share | None) -> Owner:
     try:
         owner = Owner(path)
     except FileExistsError:
-        raise UnavailableError(f"{path} was just taken by another run: one at a time.") from None
+        raise LockedOutputError(f"{path} was just taken by another run: one at a time.") from None
     # Only now, so that of two that start at once at least one sees the other.
     for other in _rivals(work, share):
         if (content := _read(other)) is not None:
@@ -257,7 +257,7 @@ def _looking(work: Path) -> Iterator[None]:
 
 
 def _refuse(path: Path, content: bytes) -> NoReturn:
-    raise UnavailableError(
+    raise LockedOutputError(
         f"{path} says that another run is at work here ({_who(content)}): wait for it to end."
     )
 

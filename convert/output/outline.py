@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
-from kconvert.layouts.errors import OutputError
+from kconvert.layouts.errors import OutputError, UnfinishedOutputError
 from kconvert.layouts.manifest import WORK_FOLDER, FileEntry, Manifest, read_manifest
 from kconvert.layouts.model import VISION
 
@@ -51,13 +51,13 @@ class Outline:
                 content = (output / name).read_bytes()
                 files[name] = FileEntry(len(content), digest(content))
                 _check(output / name, files[name].digest, wanted)
-        for name, wanted in self.blobs.items():
+        for name, fingerprint in self.blobs.items():
             path = output / name
             if path.is_file():
                 header, info = read_blob(path)
                 size = path.stat().st_size
                 files[name] = FileEntry(size, digest(header.raw), info.fingerprint)
-                _check(path, info.fingerprint, wanted)
+                _check(path, info.fingerprint, fingerprint)
         expected = self.small_files.keys() | self.blobs.keys()
         # Vision may be wanting where this or an earlier run was told to leave it out.
         text_only = self.text_only and _VISION_BLOB not in files
@@ -124,7 +124,7 @@ def read_outline(output: Path) -> Outline:
             raise TypeError
         return outline
     except (AttributeError, OSError, TypeError, ValueError):
-        raise OutputError(
+        raise UnfinishedOutputError(
             f"{output} has no readable {WORK_FOLDER}/{OUTLINE_NAME}: no `kconvert convert` began"
             " there; run one."
         ) from None

@@ -7,20 +7,18 @@ earlier ones left half-done. Nothing is renamed or deleted without a look at who
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
-import socket
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kconvert.convert.output.disk import naming, read_file, sync_folder
-from kconvert.convert.output.lock import LOG_NAME, Owner, owned
+from kconvert.convert.output.lock import Owner, owned
+from kconvert.convert.output.runlog import log_run
 from kconvert.convert.share import Share
-from kconvert.layouts.errors import UnavailableError
+from kconvert.layouts.errors import NoSpaceError
 from kconvert.layouts.manifest import WORK_FOLDER
 
 PROBE = ".kconvert-probe"  # what names of files begin with that are no part of an output
@@ -95,23 +93,10 @@ def working_in(workspace: Workspace) -> Iterator[OwnedWorkspace]:
             raise
         finally:
             _clear(mine, f"*{mine.partial}", mine.probe)
-            _log(workspace.output / WORK_FOLDER, started, outcome)
+            log_run(workspace.output / WORK_FOLDER, started, outcome)
     if workspace.share:
         with contextlib.suppress(OSError):  # what was downloaded may lie there
             workspace.work.rmdir()
-
-
-def _log(work: Path, started: float, outcome: str) -> None:
-    entry = {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
-        "seconds": round(time.time() - started, 3),
-        "host": socket.gethostname(),
-        "command": sys.argv,
-        "outcome": outcome,
-    }
-    # The log must not turn a finished conversion into a failed one (a full disk, say).
-    with contextlib.suppress(OSError), open(work / LOG_NAME, "a") as file:
-        file.write(json.dumps(entry) + "\n")
 
 
 def _clear(workspace: Workspace, partials: str, probes: str) -> None:
@@ -153,7 +138,7 @@ def check_space(output: Path, sizes: dict[str, int]) -> None:
     for folder, needed in needed_by_device(output, sizes).items():
         free = shutil.disk_usage(folder).free
         if needed > free:
-            raise UnavailableError(
+            raise NoSpaceError(
                 f"{folder} has {free:,} bytes free, {needed:,} are needed"
                 f" ({needed - free:,} more): free some space or choose another output."
             )

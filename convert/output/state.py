@@ -13,7 +13,13 @@ from kconvert.convert.plan import Plan
 from kconvert.convert.planned import PlannedFile
 from kconvert.layouts.blob import COMMON_FOLDER, read_blob
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
+from kconvert.layouts.errors import (
+    CheckpointError,
+    KconvertError,
+    MissingFileError,
+    OccupiedOutputError,
+    OutputError,
+)
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER
 from kconvert.layouts.model import layer_numbers, ranges
 
@@ -121,7 +127,7 @@ def refuse_missing(plan: Plan, state: OutputState) -> None:
     layers = layer_numbers(job.group.name for job in plan.jobs)
     part = f", or convert what is there with --layers {ranges(layers)}" if layers else ""
     rest = "the repository lacks it" if plan.target.repo else "download the rest"
-    raise CheckpointError(
+    raise MissingFileError(
         f"{first.name} needs {first.shards[0]}, which is missing{more}: {rest}{part}."
     )
 
@@ -145,7 +151,9 @@ def refuse_conflicts(state: OutputState, overwrite: bool) -> None:
         first, count = conflicts[0], len(set(conflicts))
         more = f" (and {count - 1} more)" if count > 1 else ""
         advice = ", or replace what is there with --overwrite" if first.ours else ""
-        raise OutputError(f"{first.path} {first.text}{more}: choose another output{advice}.")
+        raise OccupiedOutputError(
+            f"{first.path} {first.text}{more}: choose another output{advice}."
+        )
 
 
 def blob_paths(output: Path) -> list[Path]:

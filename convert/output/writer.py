@@ -116,7 +116,7 @@ class StagedFile:
             return
         for at in range(0, len(data), CHUNK_BYTES):
             piece = data[at : at + CHUNK_BYTES]
-            buffer = memoryview(_SCRATCH.take("bounce", (len(piece),), np.uint8))
+            buffer = _SCRATCH.take("bounce", (len(piece),), np.uint8).data
             buffer[:] = piece
             self._put(fd, buffer, start + at)
 

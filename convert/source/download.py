@@ -10,6 +10,8 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from operator import contains
 from pathlib import Path
 from typing import Any, Self
 
@@ -100,7 +102,7 @@ class Arrivals:
             self._change.notify_all()
         for shard in sorted(self._order[job]):
             with self._change:
-                self._change.wait_for(lambda shard=shard: shard in self._arrived)
+                self._change.wait_for(partial(contains, self._arrived, shard))
             self._arrived[shard].result()
 
     def check(self, job: int) -> None:
@@ -127,7 +129,7 @@ class Arrivals:
     def _run(self) -> None:
         for shard in self._first:
             with self._change:
-                self._change.wait_for(lambda shard=shard: self._stop.is_set() or self._may(shard))
+                self._change.wait_for(partial(self._may_or_ends, shard))
                 if self._stop.is_set():
                     return
                 self._held.add(shard)
@@ -143,8 +145,10 @@ class Arrivals:
             if self._stop.is_set() or (arrived.done() and arrived.exception() is not None):
                 return
 
-    def _may(self, shard: str) -> bool:
-        return len(self._held) < WINDOW or self._first[shard] <= self._now
+    def _may_or_ends(self, shard: str) -> bool:
+        """Whether a shard may be fetched now, or nothing is any more."""
+        room = len(self._held) < WINDOW or self._first[shard] <= self._now
+        return room or self._stop.is_set()
 
     def _get(self, shard: str) -> Path:
         cached = self._repo.cached(shard)
@@ -214,7 +218,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 def _counting(meter: Meter, stop: threading.Event) -> type[Any]:
     """A tqdm class that shows nothing, counts, and breaks the download off when told to."""
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 

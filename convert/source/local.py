@@ -15,7 +15,7 @@ from kconvert.convert.progress import Meter
 from kconvert.convert.source.hashes import known_oid, oid_of
 from kconvert.convert.source.protocol import Deliveries
 from kconvert.layouts.checkpoint import INDEX_NAME, Checkpoint, Shard, read_checkpoint
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.errors import ChangedFileError, CheckpointError, OptionError
 from kconvert.layouts.fields import CONFIG_NAME
 
 _SAMPLES = 64
@@ -93,7 +93,7 @@ class _Here:
             if name in self._checks:
                 self._checks[name].result()
             if stamp(self.path(name)) != self._source.stamps[name]:
-                raise CheckpointError(
+                raise ChangedFileError(
                     f"{name} was changed while it was being converted: wait until nobody writes to"
                     " it, then run the same command again."
                 )
@@ -116,7 +116,7 @@ def refuse_other_content(
     """Raise CheckpointError where a file has another hash than it was downloaded with."""
     found = oid_of(path, oid, go_on)
     if found != oid:
-        raise CheckpointError(
+        raise ChangedFileError(
             f"{name} has the hash {found}, expected {oid}: it is damaged; download it again."
         )
 
@@ -130,7 +130,7 @@ def hashes_at_hand(folder: Path, names: Iterable[str]) -> dict[str, str]:
     unknown = [name for name, oid in oids.items() if oid is None]
     if unknown:
         more = f" (nor of {len(unknown) - 1} others)" if unknown[1:] else ""
-        raise UnsupportedError(
+        raise OptionError(
             f"--verify: no hash of {folder / unknown[0]} is at hand{more}: hashes come with"
             " huggingface_hub's cache or its downloads into a folder; give the repository's name as"
             " the source, or leave --verify out."

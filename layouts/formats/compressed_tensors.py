@@ -23,7 +23,7 @@ from kconvert.layouts.quantization import ZERO_POINTS_A_WORD, Quantization, Role
 SHAPE_DTYPES = ("I32", "I64")
 GROUP_SIZES = (32, 64, 128)
 
-_EMPTY = (None, {}, [])
+_EMPTY: tuple[Any, ...] = (None, {}, [])
 # A SparsityCompressionConfig of format "dense" stores weights as they are, whatever else it says.
 _SPARSITY_FIELDS = {
     "format", "targets", "ignore", "global_sparsity", "sparsity_structure",

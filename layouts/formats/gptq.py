@@ -21,7 +21,7 @@ from kconvert.layouts.formats.format import SCALE_DTYPES, Format, Kind, Take, gr
 from kconvert.layouts.quantization import Quantization, Role
 
 GROUP_SIZES = (32, 64, 128)
-_NOTHING = (None, False, {}, [], "")
+_NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 # Fields that change nothing of what is stored: how it was quantized, how it is to be run.
 _HOW = (
     "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize",

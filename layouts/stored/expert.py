@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import ChangedFileError
 from kconvert.layouts.experts import Cut, Projection, StackedTensor
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.quantization import Role
@@ -38,7 +38,7 @@ class StoredExpert:
     def check(self) -> None:
         """Raise CheckpointError where a part was changed."""
         for part, array in (pair for pairs in self._parts.values() for pair in pairs):
-            found = digest(memoryview(array).cast("B"))
+            found = digest(array.data.cast("B"))
             refuse_changed(part.place, found, part.digest, f", expert {self._index}")
 
     def lies_as(self, other: "StoredExpert") -> bool:
@@ -125,7 +125,7 @@ def refuse_changed(tensor: SourceTensor, found: str, wanted: str | None, which: 
     """Raise CheckpointError where what was read has another digest than it must have; `which` of
     a stacked tensor."""
     if wanted not in (None, found):
-        raise CheckpointError(
+        raise ChangedFileError(
             f"{tensor.shard}, tensor {tensor.name}{which}: its bytes were changed, the digest is"
             " another: copy the file anew, or convert it again."
         )

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 from kconvert.layouts.blob import COMMON_FOLDER, BlobInfo, digest, rank_folder, read_blob
 from kconvert.layouts.checkpoint import read_json
-from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError, UnsupportedError
+from kconvert.layouts.errors import (
+    ChangedFileError,
+    CheckpointError,
+    KconvertError,
+    OutputError,
+    UnfinishedOutputError,
+)
 from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.families.family import Family
 from kconvert.layouts.families.known import read_family
@@ -41,19 +47,19 @@ class Output:
     """A finished output. Of tensors, no data is read here."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OutputError where `folder` is no finished output, UnsupportedError where it is a
-        part of one, CheckpointError where its config.json was changed."""
+        """Raises UnfinishedOutputError where `folder` is no finished output or a part of one,
+        ChangedFileError where its config.json was changed."""
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         if not self.manifest.complete:
-            raise UnsupportedError(
+            raise UnfinishedOutputError(
                 f"{folder} holds a part of the model: run `kconvert convert` without --layers and"
                 " --ranks to complete it."
             )
         self.stored = Parallelism(self.manifest.tp, self.manifest.ep)
         config = self.sized(CONFIG_NAME)
         if digest(config.read_bytes()) != self.manifest.files[CONFIG_NAME].digest:
-            raise CheckpointError(
+            raise ChangedFileError(
                 f"{config} is not the one that was converted: restore it, or convert again; engines"
                 " take other settings as options (vLLM: --hf-overrides, SGLang:"
                 " --json-model-override-args)."
@@ -121,7 +127,7 @@ class Output:
                 f"{path} has a damaged header: copy it anew, or convert it again."
             ) from None
         if digest(header.raw) != self.manifest.files[name].digest:
-            raise CheckpointError(
+            raise ChangedFileError(
                 f"{path} is of another conversion: its header is not the one in {MANIFEST_NAME};"
                 " copy it anew, or convert it again."
             )

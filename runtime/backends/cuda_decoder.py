@@ -52,9 +52,9 @@ class Drafts:
 class CudaDecoder:
     """One text at a time over one cache, which grows; its graphs are captured at first use."""
 
-    def __init__(self, model: Model, drafter: CudaDrafter | None) -> None:
+    def __init__(self, model: Model[CudaBackend], drafter: CudaDrafter | None) -> None:
         self.model, self.drafter = model, drafter
-        self._ops: CudaBackend = model.backend  # type: ignore[assignment]
+        self._ops = model.backend
         device = self._ops.device
         self._state = torch.zeros(tree.STATE, dtype=torch.int32, device=device)
         self._options = torch.zeros(5, dtype=torch.int32, device=device)
@@ -165,7 +165,7 @@ class CudaDecoder:
         self._state[tree.START] = len(prompt) - 1
         self._state[tree.COUNT] = 1
         last = self._ops.sequence(prompt[-1:], len(prompt) - 1)
-        logits = self.model.head(hidden[-1:])
+        logits: Tensor = self.model.head(hidden[-1:])
         self._choose(logits, last, torch.empty(1, dtype=torch.int32, device=hidden.device), None)
         return logits
 

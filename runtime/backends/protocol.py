@@ -102,8 +102,8 @@ class Backend(Protocol):
 
     # ---- the forward pass, in its order
 
-    def embed(self, table: Weight, step: Step) -> Array:
-        """The rows' embeddings: activations [T, D]."""
+    def embed(self, table: Weight, tokens: Array) -> Array:
+        """The embeddings of tokens [T], a step's or others: activations [T, D]."""
 
     def linear(self, x: Array, weight: Weight) -> Array:
         """x [T, K] times the transpose of weight [N, K]: activations [T, N]."""
@@ -150,7 +150,10 @@ class Backend(Protocol):
     def gather(self, logits: Array) -> NDArray[np.float32]:
         """All ranks' columns of logits, in the host's memory [T, V]."""
 
-    # ---- drafts
+
+class HostBackend(Backend, Protocol):
+    """One whose texts are led by the host: it grows a tree, and takes what a step accepted, between
+    two forward passes. On a GPU that is part of a step's graph (`cuda_decoder`)."""
 
     def grow(
         self, ids: NDArray[np.int64], logprobs: NDArray[np.float32], budget: int, chain_seed: bool

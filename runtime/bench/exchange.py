@@ -116,7 +116,7 @@ def _graph_us(run: Callable[[], object], device: torch.device) -> float:
         end.record()
         torch.cuda.synchronize(device)
         times.append(begin.elapsed_time(end) * 1e3 / _TIMES)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def _slowest(us: float, ranks: Ranks, device: torch.device) -> float:

@@ -6,6 +6,7 @@ PyPI, and never run against them. Each fact below names its file there.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -33,6 +34,7 @@ class Peer:
     load: Callable[[MoeWeights, MoeShape], StepOf]
 
 
+Report = Callable[[str], None]
 Loaded = list[tuple[Peer, list[StepOf]]]
 
 # model_executor/layers/fused_moe/experts/marlin_moe.py: fused_marlin_moe aligns, multiplies w13,
@@ -106,32 +108,34 @@ def memory_needed(peers: Sequence[Peer], shape: MoeShape, tokens: int) -> int:
 
 
 def load(
-    peers: Sequence[Peer], layers: Sequence[MoeWeights], shape: MoeShape, report: Callable
+    peers: Sequence[Peer], layers: Sequence[MoeWeights], shape: MoeShape, report: Report
 ) -> Loaded:
     """Peers with their form of the layers; one that fails is left out."""
-    tried = [
-        (peer, _try(peer, lambda p=peer: [p.load(layer, shape) for layer in layers], report))
-        for peer in peers
-    ]
+    tried = [(peer, _try(peer, partial(_load_all, peer, layers, shape), report)) for peer in peers]
     return [(peer, steps) for peer, steps in tried if steps is not None]
 
 
+def _load_all(peer: Peer, layers: Sequence[MoeWeights], shape: MoeShape) -> list[StepOf]:
+    return [peer.load(layer, shape) for layer in layers]
+
+
 def times(
-    loaded: Loaded, calls: Sequence[tuple[Tensor, ...]], graph_us: Callable, report: Callable
+    loaded: Loaded,
+    calls: Sequence[tuple[Tensor, ...]],
+    graph_us: Callable[[list[Step]], float],
+    report: Report,
 ) -> list[tuple[Peer, float]]:
     """Microseconds of a step for each (x, ids, weights); ``loaded`` loses what fails."""
-    tried = [
-        (
-            entry,
-            _try(entry[0], lambda s=entry[1]: graph_us([f(*c) for c in calls for f in s]), report),
-        )
-        for entry in loaded
-    ]
+
+    def timed(steps: list[StepOf]) -> float:
+        return graph_us([step(*call) for call in calls for step in steps])
+
+    tried = [(entry, _try(entry[0], partial(timed, entry[1]), report)) for entry in loaded]
     loaded[:] = [entry for entry, us in tried if us is not None]
     return [(peer, us) for (peer, _), us in tried if us is not None]
 
 
-def _try(peer: Peer, work: Callable[[], Any], report: Callable[[str], None]) -> Any:
+def _try(peer: Peer, work: Callable[[], Any], report: Report) -> Any:
     """What work returns; None and a sentence where it fails."""
     try:
         return work()

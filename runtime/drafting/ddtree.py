@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.errors import CheckpointError, OptionError
 from kconvert.layouts.numba_jit import jit
 
 
@@ -206,5 +206,5 @@ def _walk(tokens, parents, choices):  # type: ignore[no-untyped-def]
 
 def _checked(budget: int) -> int:
     if budget < 0:
-        raise UnsupportedError(f"a budget of {budget} nodes cannot be: give 0 or more.")
+        raise OptionError(f"a budget of {budget} nodes cannot be: give 0 or more.")
     return budget

@@ -196,7 +196,11 @@ def _number(
     """config[key], a finite number; `default` where it is absent or null."""
     value = config.get(key, default)
     value = default if value is None else value
-    if type(value) not in (int, float) or not max(above, 1e-30) < value < 1e30:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int | float)
+        or not max(above, 1e-30) < value < 1e30
+    ):
         raise CheckpointError(
             f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number above {above:g}."
         )

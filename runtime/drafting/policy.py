@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kconvert.runtime.backends.protocol import REACH
+from kconvert.runtime.backends.protocol import REACH, HostBackend
 from kconvert.runtime.clock import Clock
 from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses, rates
 from kconvert.runtime.drafting.ddtree import Tree, chain, top_k
@@ -21,7 +21,7 @@ NO_TREE = Tree(
 )
 
 
-def measured_costs(model: Model) -> CostCurve:
+def measured_costs(model: Model[HostBackend]) -> CostCurve:
     """Seconds of a verify step of this model on this machine, by its rows."""
     start = 2 * REACH
     cache = model.new_cache(start + MOST_AUTO + 1)
@@ -43,7 +43,7 @@ class Drafting:
 
     def __init__(
         self,
-        model: Model,
+        model: Model[HostBackend],
         drafter: Drafter,
         mode: str,
         budget: int | str,
@@ -93,6 +93,7 @@ class Drafting:
         seconds = time.perf_counter() - begin
         self.forwards += 1
         self._clock("draft")
+        tree: Tree
         if self._mode == "chain":
             tree = chain(*top_k(logits, 1), self.most)
         else:
@@ -113,7 +114,7 @@ class Drafting:
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         model = self._model
-        rows = model.backend.embed_tokens(model.weights.embedding, ids.numpy())
+        rows = model.backend.embed(model.weights.embedding, ids.numpy())
         return torch.from_numpy(rows)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -44,7 +44,7 @@ def place(layout: str, layer: ExpertLayer, name: str, shape: tuple[int, ...]) ->
 
 def data_of(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def fill_shapes(module: torch.nn.Module, dims: ModelDims) -> None:
