@@ -27,9 +27,10 @@ from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism, RankSlice, rank_slice
 from kconvert.validate import structure
 from kconvert.validate.content import Done, ExpertCheck, check_whole
-from kconvert.validate.findings import OF_SOURCE, Check, Finding, Validation
+from kconvert.validate.findings import OF_SOURCE, Check, Finding, Pace, Validation
 from kconvert.validate.ledger import UNEXPLAINED, ledger
 from kconvert.validate.library import DECODED, library_codes
+from kconvert.validate.product import read_in_order
 from kconvert.validate.statistics import LayerStatistics
 from kconvert.validate.structure import Blob
 
@@ -91,6 +92,9 @@ def _look(
     else:
         result.check("coverage").skipped = "the output does not claim to be complete"
     result.record("headers", structure.check_headers(manifest, blobs, dims), len(blobs), "blobs")
+    result.record("alignment", structure.check_alignment(blobs), len(blobs), "blobs")
+    wrong_origin = structure.check_provenance(manifest, blobs)
+    result.record("provenance", wrong_origin, len(blobs), "blobs")
     common = sum(len(b.header.tensors) for b in blobs if b.info.sharding is None)
     result.record("tensors", structure.check_common(blobs, family), common, "tensors")
     if source is not None and checkpoint is not None and model is not None:
@@ -100,9 +104,12 @@ def _look(
         )
         result.record("source-files", wrong, len(checkpoint.small_files), "files")
         _account(result, checkpoint, model, {blob.group for blob in blobs})
+    if not read_in_order(layout_named(manifest.layout)(dims.quantization)):
+        result.check("product").skipped = f"layout {manifest.layout} is read in the plain order"
     # Their data would be read by headers that are not to be trusted.
     of_blobs = {name for name, entry in manifest.files.items() if entry.fingerprint is not None}
-    result.unread = sorted({finding.file for finding in result.findings} & of_blobs)
+    damaged = {finding.file for finding in result.findings if finding.severity == "error"}
+    result.unread = sorted(damaged & of_blobs)
     blobs = [blob for blob in blobs if blob.path not in result.unread]
     data = _Data(output, source, manifest, family, result, progress)
     groups = None if model is None else model.groups
@@ -110,11 +117,14 @@ def _look(
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
             for name in sorted({blob.group for blob in blobs}):
                 here = [blob for blob in blobs if blob.group == name]
+                before, start = data.bytes_read, time.perf_counter()
                 group = None if groups is None else _group(groups, name)
                 for done in pool.map(_make, data.checks(here, group)):
                     result.found(done.findings)
                     result.took(done.tally, "tensors")
                     data.see(name, done)
+                took = time.perf_counter() - start
+                result.pace.append(Pace(name, data.bytes_read - before, took))
     finally:
         data.close()
     for check in result.checks:
@@ -240,8 +250,9 @@ class _Data:
         """Take what a task saw of a layer's experts up."""
         for layer in layer_numbers([group]) if done.codes else ():
             statistics = self._result.statistics.setdefault(
-                layer, LayerStatistics(self._dims.experts, self._dims.quantization.bits)
+                layer, LayerStatistics(self._dims.experts, self._dims.quantization)
             )
+            statistics.bytes += done.stored
             for expert, counts in done.codes:
                 statistics.add_codes(expert, counts)
             for expert, sums in done.scales:
@@ -258,7 +269,7 @@ class _Data:
         owners: list[tuple[Blob, RankSlice]],
         group: Group | None,
         index: int,
-        by_library: bool,
+        witnessed: bool,
         done: Done,
     ) -> None:
         expert = None if group is None else group.experts[index]
@@ -266,10 +277,11 @@ class _Data:
             expert, self._layout, self._format, self._dims, self._blobs, self._shards,
             self._scratch,
         )  # fmt: skip
+        product = witnessed and read_in_order(self._layout)
         for blob, part in owners:
-            check.check(blob, part, index, self._dims.hidden, done)
-        if not by_library or self._format.name not in DECODED:
-            return  # decoding by the library is slow: one expert a layer
+            check.check(blob, part, index, self._dims.hidden, done, product)
+        if not witnessed or self._format.name not in DECODED:
+            return  # both witnesses are slow: one expert a layer
         plain = self._dims.quantization._replace(zero_point=False)
         for words in check.codes:
             with done.looking("library", words.nbytes):

@@ -7,7 +7,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.numba_jit import jit
+from kconvert.layouts.quantization import Quantization, meaning
 from kconvert.layouts.scan import widened
+
+_FAR = 8.0  # deviations from the middle of a layer, from which on an expert is an outlier
+_MAD = 1.4826  # of a normal distribution: its deviation in median absolute deviations
 
 
 class ScaleSums(NamedTuple):
@@ -16,6 +20,7 @@ class ScaleSums(NamedTuple):
     count: int
     zeros: int
     denormals: int
+    not_finite: int
     total: float
     least: float
     greatest: float
@@ -24,9 +29,11 @@ class ScaleSums(NamedTuple):
 class LayerStatistics:
     """Of one layer's routed experts; all ranks' parts together."""
 
-    def __init__(self, experts: int, bits: int) -> None:
-        self.codes = np.zeros((experts, 1 << bits), np.int64)  # how often each code is there
-        self.scales = np.zeros((experts, 3), np.int64)  # how many, zero, denormal
+    def __init__(self, experts: int, quantization: Quantization) -> None:
+        self.values = code_values(quantization)
+        self.codes = np.zeros((experts, len(self.values)), np.int64)  # how often each is there
+        self.scales = np.zeros((experts, 4), np.int64)  # how many, zero, denormal, not finite
+        self.bytes = 0  # of all that is stored of the experts that were read
         self.totals = np.zeros(experts)  # of scales' magnitudes
         self.least, self.greatest = np.full(experts, np.inf), np.zeros(experts)
 
@@ -36,29 +43,60 @@ class LayerStatistics:
 
     def add_scales(self, expert: int, sums: ScaleSums) -> None:
         """Some of an expert's scales."""
-        self.scales[expert] += (sums.count, sums.zeros, sums.denormals)
+        self.scales[expert] += (sums.count, sums.zeros, sums.denormals, sums.not_finite)
         self.totals[expert] += sums.total
         self.least[expert] = min(self.least[expert], sums.least)
         self.greatest[expert] = max(self.greatest[expert], sums.greatest)
 
     def table(self) -> dict[str, Any]:
         """All experts together, for --json."""
-        count, zeros, denormals = self.scales.sum(axis=0).tolist()
+        count, zeros, denormals, not_finite = self.scales.sum(axis=0).tolist()
         return {
             "codes": self.codes.sum(axis=0).tolist(),
+            "code_values": self.values.tolist(),
+            "bits_a_weight": self.bits_a_weight,
+            "outliers": self.outliers,
             "scales": count,
             "zero_scales": zeros,
             "denormal_scales": denormals,
+            "not_finite_scales": not_finite,
             "least_scale": _finite(float(self.least.min())),
             "mean_scale": float(self.totals.sum() / count) if count else None,
             "greatest_scale": float(self.greatest.max()),
         }
 
     @property
+    def bits_a_weight(self) -> float | None:
+        """With scales, zero points and biases."""
+        weights = int(self.codes.sum())
+        return 8 * self.bytes / weights if weights else None
+
+    @property
+    def outliers(self) -> list[int]:
+        """Experts whose mean scale is far from the layer's middle one: more than 8 deviations,
+        as the median absolute deviation gives them, in logarithms."""
+        with np.errstate(divide="ignore"):
+            means = np.log(self.means)
+        seen = np.isfinite(means)
+        if not seen.any():
+            return []
+        away = np.abs(means - np.median(means[seen]))
+        deviation = _MAD * np.median(away[seen])
+        return [int(n) for n in np.flatnonzero(seen & (away > _FAR * deviation)) if deviation > 0]
+
+    @property
     def means(self) -> NDArray[np.float64]:
         """The mean magnitude of each expert's scales; NaN of one that was not read."""
         count = self.scales[:, 0]
         return np.divide(self.totals, count, out=np.full(len(count), np.nan), where=count > 0)
+
+
+def code_values(quantization: Quantization) -> NDArray[np.float64]:
+    """What each code means before its scale; with zero points the code itself."""
+    codes = np.arange(1 << quantization.bits, dtype=np.uint8)
+    if quantization.zero_point:
+        return codes.astype(np.float64)
+    return meaning(quantization, codes) / (2.0 if quantization.scheme == "mxfp4" else 1.0)
 
 
 def _finite(value: float) -> float | None:
@@ -89,23 +127,33 @@ def _count_bytes(data, counts):  # type: ignore[no-untyped-def]
         counts[0, data[i]] += 1
 
 
+_EXPONENTS = np.array([0.0, *(2.0 ** (e - 127) for e in range(1, 255)), np.inf])
 _LEAST_NORMAL = {"F16": 2.0**-14, "BF16": 2.0**-126, "F32": 2.0**-126}
 
 
 def sum_scales(bits: NDArray[Any], dtype: str) -> ScaleSums:
     """Look at scales, given as the bits of their safetensors `dtype`."""
-    if dtype in ("U8", "F8_E8M0"):  # an exponent; 0 is read as zero by the kernels
-        flat = bits.reshape(-1)
-        values = np.where(flat > 0, np.exp2(flat.astype(np.float64) - 127), 0.0)
-    else:
-        values = np.abs(widened(bits.reshape(-1), dtype).astype(np.float64))
-    finite = values[np.isfinite(values)]
-    positive = finite[finite > 0]
-    return ScaleSums(
-        count=values.size,
-        zeros=int(finite.size - positive.size),
-        denormals=int(np.count_nonzero(positive < _LEAST_NORMAL.get(dtype, 0.0))),
-        total=float(finite.sum()),
-        least=float(positive.min()) if positive.size else np.inf,
-        greatest=float(positive.max()) if positive.size else 0.0,
+    flat = bits.reshape(-1)
+    # Exponents: 0 is read as zero by the kernels.
+    values = _EXPONENTS[flat] if dtype in ("U8", "F8_E8M0") else widened(flat, dtype)
+    zeros, denormals, not_finite, total, least, greatest = _sum(
+        values, _LEAST_NORMAL.get(dtype, 0.0)
     )
+    return ScaleSums(flat.size, zeros, denormals, not_finite, total, least, greatest)
+
+
+@jit
+def _sum(values, least_normal):  # type: ignore[no-untyped-def]
+    zeros = denormals = not_finite = 0
+    total, least, greatest = 0.0, np.inf, 0.0
+    for value in values:
+        magnitude = abs(float(value))
+        if not np.isfinite(magnitude):
+            not_finite += 1
+        elif magnitude == 0:
+            zeros += 1
+        else:
+            denormals += magnitude < least_normal
+            total += magnitude
+            least, greatest = min(least, magnitude), max(greatest, magnitude)
+    return zeros, denormals, not_finite, total, least, greatest

@@ -10,6 +10,7 @@ from kit import KIMI_MINI, flip, flip_byte
 
 from kconvert.convert import convert
 from kconvert.layouts.manifest import read_manifest
+from kconvert.layouts.quantization import Quantization
 from kconvert.validate.findings import Finding, Validation
 from kconvert.validate.report.render import render
 from kconvert.validate.report.write import subject_of
@@ -113,12 +114,12 @@ def generated() -> Validation:
     random = np.random.default_rng(0)
     result = Validation(True, True, None, files=543, tensors=1141, experts=60 * 384 * 8)
     for layer in range(1, 61):
-        statistics = LayerStatistics(384, 4)
+        statistics = LayerStatistics(384, Quantization(32))
         for expert in range(384):
             statistics.add_codes(expert, random.integers(1, 1 << 20, 16))
             low, high = sorted(random.uniform(1e-4, 1e-1, 2))
             total = float(1e5 * random.uniform(low, high))
-            statistics.add_scales(expert, ScaleSums(100_000, 3, 0, total, low, high))
+            statistics.add_scales(expert, ScaleSums(100_000, 3, 0, 0, total, low, high))
         result.statistics[layer] = statistics
     result.found(
         Finding(f"rank-{i % 8:05}-of-00008/layer-00001.safetensors", "made up", "w2", i, "codes")
