@@ -147,6 +147,7 @@ class Validation:
     against_source: bool
     sample: int | None  # so many experts a layer were read; None: all
     seed: int | None = None  # that they were drawn with
+    verified: bool = False  # the source's files were compared with the hashes at hand
     files: int = 0
     tensors: int = 0
     experts: int = 0  # an expert counts once for every rank that holds a part of it

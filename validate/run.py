@@ -59,7 +59,9 @@ def run(
     if sample is not None and seed is None:
         seed = secrets.randbits(32)  # nobody can know beforehand what will be looked at
     seed = None if sample is None else seed
-    result = Validation(manifest.complete, source is not None, sample, seed, len(manifest.files))
+    result = Validation(
+        manifest.complete, source is not None, sample, seed, verify, len(manifest.files)
+    )
     if source is None:
         for name in OF_SOURCE:
             result.check(name).skipped = "no source was given"

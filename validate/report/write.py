@@ -38,7 +38,8 @@ def subject_of(output: Path, source: Path | None) -> Subject:
         digest=digest((output / MANIFEST_NAME).read_bytes()),
         shards=[(shard.name, shard.size, digest(shard.header)) for shard in shards],
         parity=list(_readable(output, _first_layer(manifest))),
-        rank_bytes=_by_folder(manifest),
+        rank_bytes=_sums(manifest, 0),
+        layer_bytes=_sums(manifest, 1),
         version=version("kconvert"),
         made=time.strftime("%Y-%m-%d %H:%M %z"),
     )
@@ -56,10 +57,11 @@ def _first_layer(manifest: Manifest) -> list[str]:
     return [name for name in of_ranks if name.endswith(f"/{first}")]
 
 
-def _by_folder(manifest: Manifest) -> dict[str, int]:
+def _sums(manifest: Manifest, part: int) -> dict[str, int]:
+    """Bytes of the blobs by a part of their names: 0 the folder, 1 what they hold."""
     found: dict[str, int] = {}
     for name, entry in sorted(manifest.files.items()):
         if "/" in name:
-            folder = name.split("/")[0]
-            found[folder] = found.get(folder, 0) + entry.bytes
-    return found
+            key = name.removesuffix(".safetensors").split("/")[part]
+            found[key] = found.get(key, 0) + entry.bytes
+    return dict(sorted(found.items()))
