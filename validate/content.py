@@ -146,9 +146,10 @@ class ExpertCheck:
             matrices.setdefault(cut.tensor.matrix, {})[role] = stored, tensor.dtype
             if role == "scale":
                 with done.looking("finite", place.nbytes):
-                    done.scales.append((index, sum_scales(stored, tensor.dtype)))
-                    found = _not_finite(blob.path, stored, tensor.dtype, name, index)
-                done.find(*found)
+                    sums = sum_scales(stored, tensor.dtype)
+                done.scales.append((index, sums))
+                if sums.not_finite:
+                    done.find(_not_finite(blob.path, stored, tensor.dtype, name, index))
             elif role == "code":
                 counts = count_codes(stored, self._layout.quantization.bits)
                 done.codes.append((index, counts))
@@ -180,7 +181,8 @@ class ExpertCheck:
         self, blob: Blob, tensor: TensorEntry, cut: Cut, stored: NDArray[Any], index: int
     ) -> list[Finding]:
         role = cut.tensor.role
-        want = np.concatenate([self._wanted(role, source) for source in cut.parts])
+        parts = [self._wanted(role, source) for source in cut.parts]
+        want = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if role == "scale" and tensor.dtype != self._scale_dtype:
             want = self._cast(want, blob)
         got = self._layout.unpack(role, stored)
@@ -212,11 +214,8 @@ class ExpertCheck:
         return array
 
 
-def _not_finite(
-    path: str, scales: NDArray[Any], dtype: str, name: str, index: int
-) -> list[Finding]:
+def _not_finite(path: str, scales: NDArray[Any], dtype: str, name: str, index: int) -> Finding:
     first = scan_scales(scales, dtype).not_finite
-    if first is None:
-        return []
+    assert first is not None
     text = f"a scale is not finite, the first stored at {[*first]}"
-    return [Finding(path, text, name, index, "finite")]
+    return Finding(path, text, name, index, "finite")

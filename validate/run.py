@@ -35,6 +35,7 @@ from kconvert.validate.statistics import LayerStatistics
 from kconvert.validate.structure import Blob
 
 DataCheck = Callable[[Done], None]
+_MANY = 16  # threads
 _NOT_REACHED = Check("files").skipped
 
 
@@ -116,7 +117,7 @@ def _look(
     data = _Data(output, source, manifest, family, result, progress)
     groups = None if model is None else model.groups
     try:
-        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(workers or _threads()) as pool:
             for name in sorted({blob.group for blob in blobs}):
                 here = [blob for blob in blobs if blob.group == name]
                 before, start = data.bytes_read, time.perf_counter()
@@ -133,6 +134,13 @@ def _look(
         if check.skipped == _NOT_REACHED and not result.unread:
             check.skipped = "there is nothing of the kind"
     result.bytes_read = data.bytes_read
+
+
+def _threads() -> int:
+    """Two a core, as one waits for the disk while the other computes; each takes 0.15 GiB, so that
+    many cores have one."""
+    cores = len(os.sched_getaffinity(0))
+    return max(cores, min(2 * cores, _MANY))
 
 
 def _make(check: DataCheck) -> Done:
