@@ -1,7 +1,8 @@
 """Checks that read the blobs' data, each byte once: digests, and equality with the source.
 
-A rank's experts are unpacked by the layout's inverse, which shares no index arithmetic with the
-packing, and compared with the source's own bytes, code for code and scale for scale.
+A rank's experts are put back into plain order and compared with the source's own bytes, code for
+code and scale for scale. The inverse is the layout's quick one; for one expert a layer, which is
+witnessed, it is the inverse by formulas, which shares no index arithmetic with the packing.
 """
 
 import time
@@ -24,7 +25,7 @@ from kconvert.layouts.scan import cast_to_bf16, scan_scales
 from kconvert.layouts.sharding import ModelDims, RankSlice
 from kconvert.validate.difference import difference
 from kconvert.validate.findings import ROLE_CHECKS, Finding, Tally
-from kconvert.validate.product import products_agree
+from kconvert.validate.product import products_agree, read_in_order
 from kconvert.validate.statistics import ScaleSums, count_codes, sum_scales
 from kconvert.validate.structure import Blob
 
@@ -126,11 +127,11 @@ class ExpertCheck:
         self.codes = [array for (_, role), array in self._source.items() if role == "code"]
 
     def check(
-        self, blob: Blob, part: RankSlice, index: int, hidden: int, done: Done, product: bool
+        self, blob: Blob, part: RankSlice, index: int, hidden: int, done: Done, witnessed: bool
     ) -> None:
         """One rank's part of expert `index`: each stacked tensor's digest, then codes and scales
-        against the source's rows and columns; what they look like; and, for `product`, what the
-        kernels read."""
+        against the source's rows and columns; what they look like. For one that is `witnessed`, the
+        inverse is by the layout's formulas, and what the kernels read is compared too."""
         local = part.experts.index(index)
         matrices: dict[Matrix, dict[Role, tuple[NDArray[Any], str]]] = {}
         for name, tensor in blob.header.tensors.items():
@@ -155,9 +156,11 @@ class ExpertCheck:
                 done.codes.append((index, counts))
             if self._source:
                 with done.looking(ROLE_CHECKS[role], 2 * place.nbytes):
-                    found = self._against_source(blob, tensor, cut, stored, index)
+                    inverse = self._layout.unpack if witnessed else self._layout.restore
+                    got = inverse(role, stored)
+                    found = self._against_source(blob, tensor, cut, got, index)
                 done.find(*(finding._replace(check=ROLE_CHECKS[role]) for finding in found))
-        if product:
+        if witnessed and read_in_order(self._layout):
             for matrix, stored_by_role in matrices.items():
                 self._multiply(blob, matrix, stored_by_role, index, done)
 
@@ -178,14 +181,13 @@ class ExpertCheck:
             done.find(Finding(blob.path, text, name, index, "product"))
 
     def _against_source(
-        self, blob: Blob, tensor: TensorEntry, cut: Cut, stored: NDArray[Any], index: int
+        self, blob: Blob, tensor: TensorEntry, cut: Cut, got: NDArray[Any], index: int
     ) -> list[Finding]:
         role = cut.tensor.role
         parts = [self._wanted(role, source) for source in cut.parts]
         want = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if role == "scale" and tensor.dtype != self._scale_dtype:
             want = self._cast(want, blob)
-        got = self._layout.unpack(role, stored)
         if got.dtype != want.dtype:
             text = f"its scales are {tensor.dtype}, the source's {self._scale_dtype}"
             return [Finding(blob.path, text, tensor.name, index)]

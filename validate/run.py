@@ -287,9 +287,8 @@ class _Data:
             expert, self._layout, self._format, self._dims, self._blobs, self._shards,
             self._scratch,
         )  # fmt: skip
-        product = witnessed and read_in_order(self._layout)
         for blob, part in owners:
-            check.check(blob, part, index, self._dims.hidden, done, product)
+            check.check(blob, part, index, self._dims.hidden, done, witnessed)
         if not witnessed or self._format.name not in DECODED:
             return  # both witnesses are slow: one expert a layer
         plain = self._dims.quantization._replace(zero_point=False)

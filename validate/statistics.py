@@ -4,6 +4,8 @@ blobs while they are in memory, in whatever order they lie."""
 from typing import Any, NamedTuple
 
 import numpy as np
+from numba import types
+from numba.extending import intrinsic
 from numpy.typing import NDArray
 
 from kconvert.layouts.numba_jit import jit
@@ -104,14 +106,66 @@ def _finite(value: float) -> float | None:
 
 
 def count_codes(words: NDArray[Any], bits: int) -> NDArray[np.int64]:
-    """How often each code of 4 or 8 bits is among these bytes: int64 [2^bits]."""
-    counts = np.zeros((4, 256), np.int64)
-    _count_bytes(words.reshape(-1).view(np.uint8), counts)
-    whole = counts.sum(axis=0)
+    """How often each code of 4 or 8 bits is among these words: int64 [2^bits]."""
+    flat, whole = words.reshape(-1), words.size - words.size % _WORDS
+    counts = np.zeros(1 << bits, np.int64)
     if bits == 8:
-        return whole
-    pairs = whole.reshape(16, 16)  # high nibble, low nibble
-    return pairs.sum(axis=0) + pairs.sum(axis=1)
+        tables = np.zeros((4, 256), np.int64)
+        _count_bytes(flat.view(np.uint8), tables)
+        return tables.sum(axis=0)
+    _count_nibbles(flat[:whole].view(np.uint64), counts)
+    rest = flat[whole:].view(np.uint8)
+    return counts + np.bincount(np.concatenate([rest & 15, rest >> 4]), minlength=16)
+
+
+@intrinsic
+def _popcount(typingctx, word):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.ctpop(arguments[0])
+
+    return types.uint64(types.uint64), codegen
+
+
+_WORDS = 8  # int32: four of 64 bits
+_LOW = np.uint64(0x1111111111111111)
+
+
+@jit
+def _count_nibbles(words, counts):  # type: ignore[no-untyped-def]
+    """Of four words at a time, 64 nibbles: bit i of each goes into plane i, and a code is wherever
+    the planes are its bits. Few instructions for many nibbles, and LLVM makes vectors of them."""
+    one, two, three, every = np.uint64(1), np.uint64(2), np.uint64(3), ~np.uint64(0)
+    n0 = n1 = n2 = n3 = n4 = n5 = n6 = n7 = np.uint64(0)
+    n8 = n9 = n10 = n11 = n12 = n13 = n14 = n15 = np.uint64(0)
+    for i in range(len(words) // 4):
+        a, b, c, d = words[4 * i], words[4 * i + 1], words[4 * i + 2], words[4 * i + 3]
+        p0, p1 = _plane(a, b, c, d), _plane(a >> one, b >> one, c >> one, d >> one)
+        p2 = _plane(a >> two, b >> two, c >> two, d >> two)
+        p3 = _plane(a >> three, b >> three, c >> three, d >> three)
+        q0, q1, q2, q3 = p0 ^ every, p1 ^ every, p2 ^ every, p3 ^ every
+        low0, low1, low2, low3 = q1 & q0, q1 & p0, p1 & q0, p1 & p0
+        high = q3 & q2
+        n0, n1 = n0 + _popcount(high & low0), n1 + _popcount(high & low1)
+        n2, n3 = n2 + _popcount(high & low2), n3 + _popcount(high & low3)
+        high = q3 & p2
+        n4, n5 = n4 + _popcount(high & low0), n5 + _popcount(high & low1)
+        n6, n7 = n6 + _popcount(high & low2), n7 + _popcount(high & low3)
+        high = p3 & q2
+        n8, n9 = n8 + _popcount(high & low0), n9 + _popcount(high & low1)
+        n10, n11 = n10 + _popcount(high & low2), n11 + _popcount(high & low3)
+        high = p3 & p2
+        n12, n13 = n12 + _popcount(high & low0), n13 + _popcount(high & low1)
+        n14, n15 = n14 + _popcount(high & low2), n15 + _popcount(high & low3)
+    found = (n0, n1, n2, n3, n4, n5, n6, n7, n8, n9, n10, n11, n12, n13, n14, n15)
+    for code in range(16):
+        counts[code] += np.int64(found[code])
+
+
+@jit
+def _plane(a, b, c, d):  # type: ignore[no-untyped-def]
+    """The lowest bits of all nibbles, side by side in some order."""
+    one, two, three = np.uint64(1), np.uint64(2), np.uint64(3)
+    return a & _LOW | (b & _LOW) << one | (c & _LOW) << two | (d & _LOW) << three
 
 
 @jit

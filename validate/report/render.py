@@ -107,8 +107,8 @@ def _reach(result: Validation) -> list[str]:
             + ("" if result.verified else " --verify compares it with the hashes at hand.")
         )
     found.append(
-        "The product in the kernels' order, and the decoding by compressed-tensors, are of one"
-        " expert a layer; everything else is of every expert"
+        "The inverse by formulas, the product in the kernels' order and the decoding by"
+        " compressed-tensors are of one expert a layer; everything else is of every expert"
         + (" that was drawn." if result.sample is not None else ".")
     )
     found.append("No model was run: kconvert smoke-generate and bench exact do that.")
