@@ -1,31 +1,19 @@
 """What the page shows of codes, scales and the run: captioned pictures, and a few facts."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from markupsafe import Markup
 from numpy.typing import NDArray
 
 from kconvert.validate.findings import Pace, Validation
+from kconvert.validate.report.page import Picture
 from kconvert.validate.report.pictures import bars, heat_map, ranges
 from kconvert.validate.statistics import LayerStatistics
 
 Layers = dict[int, LayerStatistics]  # in order, of which something was read
 _NAMED = 12  # outliers
-
-
-class Picture(NamedTuple):
-    """A picture with what it shows."""
-
-    title: str
-    image: Markup
-    caption: str
-
-
-def counted(count: int, what: str) -> str:
-    """1 finding, 2 findings."""
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
 
 
 def pictures(

@@ -1,17 +1,15 @@
 """A validation as HTML, and what the page says of it."""
 
 import shlex
-from pathlib import Path
 from typing import NamedTuple
-
-import jinja2
 
 from kconvert.layouts.blob import BlobInfo
 from kconvert.layouts.errors import one_line
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import Manifest
 from kconvert.validate.findings import Finding, Validation
-from kconvert.validate.report.gallery import counted, facts, pictures
+from kconvert.validate.report.gallery import facts, pictures
+from kconvert.validate.report.page import counted, fill
 
 _SHOWN = 50  # findings of a check
 _OPEN = 5  # so many are seen without a click
@@ -29,31 +27,31 @@ class Subject(NamedTuple):
     parity: list[tuple[str, Header, BlobInfo]]  # the first layer's blob of each rank
     rank_bytes: dict[str, int]  # a rank's folder, or common → bytes
     layer_bytes: dict[str, int]  # a layer's name, outer or vision → bytes of all ranks
-    version: str
-    made: str  # when
+    made: str  # by what, and when
     label: str = ""  # of pages that are no validation of anything, said on top
 
 
 def render(result: Validation, subject: Subject) -> str:
     """The page: one HTML document that needs no network and no script."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters |= {"size": _size, "counted": counted}
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text())
-    return template.render(
-        result=result,
-        subject=subject,
+    return fill(
+        "validation.html",
+        name=subject.output,
+        command="validate",
+        label=subject.label,
+        ok=result.ok,
         verdict=_verdict(result),
         limits=limits(result),
+        made=subject.made,
+        commands=_commands(result, subject),
+        reach=_reach(result),
+        result=result,
+        subject=subject,
         checks=[(check, check.table(), _of(result, check.id)) for check in result.checks],
         facts=facts(result.statistics),
-        reach=_reach(result),
         shown=_SHOWN,
         opened=_OPEN,
         total=sum(entry.bytes for entry in result.ledger),
         pictures=pictures(result, subject.rank_bytes, subject.layer_bytes),
-        commands=_commands(result, subject),
     )
 
 
@@ -136,10 +134,3 @@ def _commands(result: Validation, subject: Subject) -> list[str]:
     if not result.ok and len(damaged) > _REMOVED:
         lines.insert(-1, f"# and {len(damaged) - _REMOVED:,} more files, which --json names")
     return lines
-
-
-def _size(nbytes: int) -> str:
-    for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= step:
-            return f"{nbytes / step:.2f} {unit}"
-    return f"{nbytes} B"
