@@ -129,9 +129,8 @@ def checked(
     begun: deque[Future[None]] = deque()
     with ThreadPoolExecutor(_HASHERS, "kconvert-digests") as pool:
         for name, tensor in tensors:
-            path, wanted = expected.pop(name, (None, None))
-            if path is not None and data is not None:
-                begun.append(pool.submit(_compare, path, name, data(tensor), wanted))
+            if (known := expected.pop(name, None)) is not None and data is not None:
+                begun.append(pool.submit(_compare, known[0], name, data(tensor), known[1]))
             yield name, tensor
             if len(begun) > _MOST_BEGUN:
                 begun.popleft().result()
