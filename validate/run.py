@@ -27,13 +27,15 @@ from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism, RankSlice, rank_slice
 from kconvert.validate import structure
 from kconvert.validate.content import Done, ExpertCheck, check_whole
-from kconvert.validate.findings import OF_SOURCE, Check, Finding, Validation
+from kconvert.validate.findings import OF_SOURCE, Check, Finding, Pace, Validation
 from kconvert.validate.ledger import UNEXPLAINED, ledger
 from kconvert.validate.library import DECODED, library_codes
+from kconvert.validate.product import read_in_order
 from kconvert.validate.statistics import LayerStatistics
 from kconvert.validate.structure import Blob
 
 DataCheck = Callable[[Done], None]
+_MANY = 16  # threads
 _NOT_REACHED = Check("files").skipped
 
 
@@ -58,7 +60,9 @@ def run(
     if sample is not None and seed is None:
         seed = secrets.randbits(32)  # nobody can know beforehand what will be looked at
     seed = None if sample is None else seed
-    result = Validation(manifest.complete, source is not None, sample, seed, len(manifest.files))
+    result = Validation(
+        manifest.complete, source is not None, sample, seed, verify, len(manifest.files)
+    )
     if source is None:
         for name in OF_SOURCE:
             result.check(name).skipped = "no source was given"
@@ -91,6 +95,9 @@ def _look(
     else:
         result.check("coverage").skipped = "the output does not claim to be complete"
     result.record("headers", structure.check_headers(manifest, blobs, dims), len(blobs), "blobs")
+    result.record("alignment", structure.check_alignment(blobs), len(blobs), "blobs")
+    wrong_origin = structure.check_provenance(manifest, blobs)
+    result.record("provenance", wrong_origin, len(blobs), "blobs")
     common = sum(len(b.header.tensors) for b in blobs if b.info.sharding is None)
     result.record("tensors", structure.check_common(blobs, family), common, "tensors")
     if source is not None and checkpoint is not None and model is not None:
@@ -100,27 +107,40 @@ def _look(
         )
         result.record("source-files", wrong, len(checkpoint.small_files), "files")
         _account(result, checkpoint, model, {blob.group for blob in blobs})
+    if not read_in_order(layout_named(manifest.layout)(dims.quantization)):
+        result.check("product").skipped = f"layout {manifest.layout} is read in the plain order"
     # Their data would be read by headers that are not to be trusted.
     of_blobs = {name for name, entry in manifest.files.items() if entry.fingerprint is not None}
-    result.unread = sorted({finding.file for finding in result.findings} & of_blobs)
+    damaged = {finding.file for finding in result.findings if finding.severity == "error"}
+    result.unread = sorted(damaged & of_blobs)
     blobs = [blob for blob in blobs if blob.path not in result.unread]
     data = _Data(output, source, manifest, family, result, progress)
     groups = None if model is None else model.groups
     try:
-        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
+        with ThreadPoolExecutor(workers or _threads()) as pool:
             for name in sorted({blob.group for blob in blobs}):
                 here = [blob for blob in blobs if blob.group == name]
+                before, start = data.bytes_read, time.perf_counter()
                 group = None if groups is None else _group(groups, name)
                 for done in pool.map(_make, data.checks(here, group)):
                     result.found(done.findings)
                     result.took(done.tally, "tensors")
                     data.see(name, done)
+                took = time.perf_counter() - start
+                result.pace.append(Pace(name, data.bytes_read - before, took))
     finally:
         data.close()
     for check in result.checks:
         if check.skipped == _NOT_REACHED and not result.unread:
             check.skipped = "there is nothing of the kind"
     result.bytes_read = data.bytes_read
+
+
+def _threads() -> int:
+    """Two a core, as one waits for the disk while the other computes; each takes 0.15 GiB, so that
+    many cores have one."""
+    cores = len(os.sched_getaffinity(0))
+    return max(cores, min(2 * cores, _MANY))
 
 
 def _make(check: DataCheck) -> Done:
@@ -244,8 +264,9 @@ class _Data:
         """Take what a task saw of a layer's experts up."""
         for layer in layer_numbers([group]) if done.codes else ():
             statistics = self._result.statistics.setdefault(
-                layer, LayerStatistics(self._dims.experts, self._dims.quantization.bits)
+                layer, LayerStatistics(self._dims.experts, self._dims.quantization)
             )
+            statistics.bytes += done.stored
             for expert, counts in done.codes:
                 statistics.add_codes(expert, counts)
             for expert, sums in done.scales:
@@ -262,7 +283,7 @@ class _Data:
         owners: list[tuple[Blob, RankSlice]],
         group: Group | None,
         index: int,
-        by_library: bool,
+        witnessed: bool,
         done: Done,
     ) -> None:
         expert = None if group is None else group.experts[index]
@@ -271,9 +292,9 @@ class _Data:
             self._scratch,
         )  # fmt: skip
         for blob, part in owners:
-            check.check(blob, part, index, self._dims.hidden, done)
-        if not by_library or self._format.name not in DECODED:
-            return  # decoding by the library is slow: one expert a layer
+            check.check(blob, part, index, self._dims.hidden, done, witnessed)
+        if not witnessed or self._format.name not in DECODED:
+            return  # both witnesses are slow: one expert a layer
         plain = self._dims.quantization._replace(zero_point=False)
         for words in check.codes:
             with done.looking("library", words.nbytes):

@@ -75,6 +75,23 @@ def bench_reshard(
     show(measure(folder, experts, pairs), as_json, bench_text.reshard_text, quiet=False)
 
 
+@bench.command("validate")
+@explained
+def bench_validate(
+    folder: Annotated[Path, folder_argument("Where to work; takes 20 GB for a while.")],
+    experts: Annotated[int, typer.Option(min=1, max=384, help="Of the layer: 50 MB each.")] = 384,
+    pairs: Annotated[int, typer.Option(min=1, help="Validations and readings, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Validating a true-size K2.6 layer from disk against reading source and blobs once."""
+    from kconvert.convert.bench.validation import bench_validate as measure
+    from kconvert.convert.cli import bench_text
+    from kconvert.validate import validate
+
+    table = measure(folder, lambda output, source: validate(output, source).ok, experts, pairs)
+    show(table, as_json, bench_text.validate_text, quiet=False)
+
+
 @bench.command("moe")
 @explained
 def bench_moe(

@@ -85,6 +85,10 @@ Tp = Annotated[int, typer.Option(help="Tensor parallelism: the number of ranks, 
 Ep = Annotated[int, typer.Option(help="Expert parallelism; it must divide tp.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
+Report = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write what was found into this file, as HTML."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what another run wrote.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")]
 Verify = Annotated[
@@ -160,6 +164,14 @@ def numbers(option: str, text: str | None) -> list[int] | None:
     except ValueError:
         raise typer.BadParameter(f"{text!r} is not a list like 0-3,60", param_hint=option) from None
     return sorted({n for first, last in bounds for n in range(first, last + 1)})
+
+
+def check_report(report: Path | None) -> None:
+    """A usage error, before hours of work, where a report could not be written."""
+    if report is not None and not report.parent.is_dir():
+        raise typer.BadParameter(f"{report.parent} is no folder here", param_hint="--report")
+    if report is not None and report.is_dir():
+        raise typer.BadParameter(f"{report} is a folder; name a file", param_hint="--report")
 
 
 def draft_budget(text: str) -> int | str:

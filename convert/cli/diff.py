@@ -8,7 +8,9 @@ import typer
 from kconvert.convert.cli.common import (
     Json,
     Quiet,
+    Report,
     Workers,
+    check_report,
     explained,
     folder_argument,
     progress_bar,
@@ -20,6 +22,7 @@ from kconvert.convert.cli.common import (
 def diff(
     a: Annotated[Path, folder_argument("A checkpoint or a converted folder.", "A")],
     b: Annotated[Path, folder_argument("Another, of any layout, tp and ep.", "B")],
+    report: Report = None,
     workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -31,8 +34,13 @@ def diff(
     from kconvert.convert.cli import diff_text
     from kconvert.validate.diff import diff as compare
 
+    check_report(report)
     with progress_bar("diff", None, quiet) as progress:
         result = compare(a, b, workers, progress)
+    if report is not None:
+        from kconvert.validate.report.diff import write_diff_report
+
+        write_diff_report(result, report)
     show(diff_text.diff_table(result), as_json, diff_text.diff_text, quiet)
     if not result.equal:
         raise typer.Exit(1)

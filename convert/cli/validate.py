@@ -8,8 +8,10 @@ import typer
 from kconvert.convert.cli.common import (
     Json,
     Quiet,
+    Report,
     Verify,
     Workers,
+    check_report,
     explained,
     folder,
     folder_argument,
@@ -31,9 +33,7 @@ def validate(
     seed: Annotated[
         int | None, typer.Option(min=0, help="Seed to draw them with; random if not given.")
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Also write the findings to this file, as HTML.")
-    ] = None,
+    report: Report = None,
     verify: Verify = False,
     workers: Workers = None,
     as_json: Json = False,
@@ -46,8 +46,7 @@ def validate(
     from kconvert.convert.cli import text
     from kconvert.validate import validate as check
 
-    if report is not None and not report.parent.is_dir():
-        raise typer.BadParameter(f"{report.parent} is no folder here", param_hint="--report")
+    check_report(report)
     with progress_bar("validate", None, quiet) as progress:
         result = check(
             output, source, sample=sample, seed=seed, verify=verify, workers=workers,

@@ -1,10 +1,7 @@
 """A validation's report into a file: whole, or not at all."""
 
 import contextlib
-import os
-import time
 from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
 from kconvert.layouts.blob import BlobInfo, digest, read_blob
@@ -13,18 +10,13 @@ from kconvert.layouts.errors import KconvertError
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kconvert.validate.findings import Validation
+from kconvert.validate.report.page import made, write_whole
 from kconvert.validate.report.render import Subject, render
 
 
 def write_report(result: Validation, output: Path, source: Path | None, target: Path) -> None:
     """Write the page to `target`. Raises OSError as the system gives it."""
-    page = render(result, subject_of(output, source))
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(render(result, subject_of(output, source)), target)
 
 
 def subject_of(output: Path, source: Path | None) -> Subject:
@@ -38,9 +30,9 @@ def subject_of(output: Path, source: Path | None) -> Subject:
         digest=digest((output / MANIFEST_NAME).read_bytes()),
         shards=[(shard.name, shard.size, digest(shard.header)) for shard in shards],
         parity=list(_readable(output, _first_layer(manifest))),
-        rank_bytes=_by_folder(manifest),
-        version=version("kconvert"),
-        made=time.strftime("%Y-%m-%d %H:%M %z"),
+        rank_bytes=_sums(manifest, 0),
+        layer_bytes=_sums(manifest, 1),
+        made=made(),
     )
 
 
@@ -56,10 +48,11 @@ def _first_layer(manifest: Manifest) -> list[str]:
     return [name for name in of_ranks if name.endswith(f"/{first}")]
 
 
-def _by_folder(manifest: Manifest) -> dict[str, int]:
+def _sums(manifest: Manifest, part: int) -> dict[str, int]:
+    """Bytes of the blobs by a part of their names: 0 the folder, 1 what they hold."""
     found: dict[str, int] = {}
     for name, entry in sorted(manifest.files.items()):
         if "/" in name:
-            folder = name.split("/")[0]
-            found[folder] = found.get(folder, 0) + entry.bytes
-    return found
+            key = name.removesuffix(".safetensors").split("/")[part]
+            found[key] = found.get(key, 0) + entry.bytes
+    return dict(sorted(found.items()))

@@ -1,16 +1,17 @@
 """The report: one file that says what was found and what was not compared, and needs nothing."""
 
 import re
-from html.parser import HTMLParser
 from pathlib import Path
 
 import numpy as np
 import pytest
+from html_kit import checked
 from kit import KIMI_MINI, flip, flip_byte
 
 from kconvert.convert import convert
 from kconvert.layouts.manifest import read_manifest
-from kconvert.validate.findings import Finding, Validation
+from kconvert.layouts.quantization import Quantization
+from kconvert.validate.findings import Entry, Finding, Pace, Validation
 from kconvert.validate.report.render import render
 from kconvert.validate.report.write import subject_of
 from kconvert.validate.statistics import LayerStatistics, ScaleSums
@@ -23,34 +24,6 @@ RANK1 = "rank-00001-of-00002/layer-00001.safetensors"
 def output(tmp_path: Path) -> Path:
     convert(KIMI_MINI, tmp_path / "out", tp=2)
     return tmp_path / "out"
-
-
-class Balanced(HTMLParser):
-    """Every element that is opened is closed, and nothing is fetched or run."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.open: list[str] = []
-
-    def handle_starttag(self, tag, attributes) -> None:
-        assert tag not in ("script", "link", "iframe")
-        for name, value in attributes:
-            assert not name.startswith("on")
-            assert name not in ("src", "href") or value.startswith("data:")
-        if tag not in ("meta", "img", "br", "rect", "line", "circle"):
-            self.open.append(tag)
-
-    def handle_endtag(self, tag) -> None:
-        if tag not in ("rect", "line", "circle"):
-            assert self.open.pop() == tag
-
-
-def checked(page: str) -> str:
-    parser = Balanced()
-    parser.feed(page)
-    assert parser.open == []
-    assert "http" not in re.sub(r'data:[^"]*', "", page)
-    return page
 
 
 def test_a_sound_output(output: Path, kconvert, tmp_path: Path) -> None:
@@ -69,9 +42,9 @@ def test_a_damaged_output(output: Path, kconvert, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     assert kconvert("validate", output, "--source", KIMI_MINI, "--report", target).code == 1
     page = checked(target.read_text())
-    assert "Different: 2 finding(s)." in page
+    assert "Different: 2 findings." in page
     assert f"{RANK1}, tensor {TENSOR}, expert 0" in page and "first at row" in page
-    assert f"rm out/{RANK1}" in page and "--layout marlin --tp 2" in page
+    assert f"rm -f out/{RANK1}" in page and "--layout marlin --tp 2" in page
 
 
 @pytest.mark.parametrize("damage", ["header", "missing"])
@@ -113,29 +86,47 @@ def generated() -> Validation:
     random = np.random.default_rng(0)
     result = Validation(True, True, None, files=543, tensors=1141, experts=60 * 384 * 8)
     for layer in range(1, 61):
-        statistics = LayerStatistics(384, 4)
+        statistics = LayerStatistics(384, Quantization(32))
         for expert in range(384):
-            statistics.add_codes(expert, random.integers(1, 1 << 20, 16))
-            low, high = sorted(random.uniform(1e-4, 1e-1, 2))
-            total = float(1e5 * random.uniform(low, high))
-            statistics.add_scales(expert, ScaleSums(100_000, 3, 0, total, low, high))
+            codes = (np.exp(-(((np.arange(16) - 8) / 3) ** 2)) * 6_000_000).astype(np.int64)
+            codes += random.integers(0, 20_000, 16)
+            codes[0] = 0
+            statistics.add_codes(expert, codes)
+            statistics.bytes += int(codes.sum() * 4.5 / 8)
+            mean = random.normal(0.0167 - layer / 9000, 2e-4) * (
+                2 if (layer, expert) == (30, 7) else 1
+            )
+            zeros, denormals = random.poisson(0.3, 2).tolist()
+            sums = ScaleSums(1_376_256, zeros, denormals, 0, 1_376_256 * mean, 1e-4, 3 * mean)
+            statistics.add_scales(expert, sums)
         result.statistics[layer] = statistics
+        result.pace.append(Pace(f"layer-{layer:05}", 19_900_000_000, random.uniform(5, 8)))
     result.found(
         Finding(f"rank-{i % 8:05}-of-00008/layer-00001.safetensors", "made up", "w2", i, "codes")
         for i in range(3000)
     )
     for check in result.checks:
-        check.skipped = ""
+        check.skipped, check.amount, check.unit = "", 1141, "tensors"
+        check.bytes, check.seconds = 595_000_000_000, 2000.0
+    result.ledger = [
+        Entry("codes, packed", 508_000_000_000, 69_120), Entry("scales", 63_500_000_000, 69_120),
+        Entry("tensors that are not cut", 23_200_000_000, 1141),
+        Entry("companions that follow from shapes, dropped", 552_960, 69_120),
+    ]  # fmt: skip
+    result.bytes_read, result.seconds = 1_190_000_000_000, 420.0
     return result
 
 
 def test_all_of_k26_is_small_and_says_that_it_is_made_up(output: Path) -> None:
     result = generated()
     subject = subject_of(output, None)._replace(
-        label="Made up, to test this page", rank_bytes={f"rank-{r:05}": 71 << 30 for r in range(8)}
+        label="Made up, to test this page",
+        rank_bytes={f"rank-{r:05}": 71 << 30 for r in range(8)},
+        layer_bytes={f"layer-{n:05}": 10 << 30 for n in range(61)},
     )
     page = checked(render(result, subject))
     assert "Made up, to test this page" in page
     assert len(page.encode()) < 5_000_000
-    assert "and 2,950 more" in page
+    assert "and 2,950 more" in page and "# and 3 more files" in page
+    assert "4.500 bits" in page and "7 of layer 30" in page
     assert read_manifest(output).layout in page
