@@ -212,17 +212,14 @@ def show(
 
 
 @contextmanager
-def progress_bar(
-    what: str, total: int | None, quiet: bool, done: int = 0
-) -> Iterator[Callable[[int], None]]:
-    """A bar in bytes with rate and time left, on stderr if that is a terminal."""
+def progress_bar(what: str, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Bytes and their rate, on stderr if that is a terminal."""
     from tqdm import tqdm
 
     disable = True if quiet else None
     tqdm.monitor_interval = 0  # no thread that looks after the bar: every update may draw it
     with tqdm(
-        desc=what, total=total, initial=done, unit="B", unit_scale=True, disable=disable,
-        dynamic_ncols=True, miniters=1,
+        desc=what, unit="B", unit_scale=True, disable=disable, dynamic_ncols=True, miniters=1,
     ) as bar:  # fmt: skip
         yield lambda count: bar.update(count) and None
 

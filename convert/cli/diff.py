@@ -35,7 +35,7 @@ def diff(
     from kconvert.validate.diff import diff as compare
 
     check_report(report)
-    with progress_bar("diff", None, quiet) as progress:
+    with progress_bar("diff", quiet) as progress:
         result = compare(a, b, workers, progress)
     if report is not None:
         from kconvert.validate.report.diff import write_diff_report

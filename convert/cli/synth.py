@@ -43,7 +43,7 @@ def synth(
     from kconvert.convert.cli import text
     from kconvert.convert.synth import write as maker
 
-    with progress_bar("synth", None, quiet) as progress:
+    with progress_bar("synth", quiet) as progress:
         shards = maker.synth(
             output, preset, layers=numbers("--layers", layers), experts=experts, seed=seed,
             sparse=sparse, progress=progress,

@@ -47,7 +47,7 @@ def validate(
     from kconvert.validate import validate as check
 
     check_report(report)
-    with progress_bar("validate", None, quiet) as progress:
+    with progress_bar("validate", quiet) as progress:
         result = check(
             output, source, sample=sample, seed=seed, verify=verify, workers=workers,
             progress=progress,

@@ -121,13 +121,13 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     return min(quotas, default=None)
 
 
-def disk(folder: Path, root: Path = ROOT) -> dict[str, Any]:
+def disk(folder: Path) -> dict[str, Any]:
     """Space and file system of the folder, or of its nearest parent if it is not there yet."""
     there = nearest(folder)
     usage = shutil.disk_usage(there)
     return {
         "folder": str(folder),
-        "file_system": file_system(mounts(_text(root / "proc/self/mountinfo")), there),
+        "file_system": file_system(mounts(_text(ROOT / "proc/self/mountinfo")), there),
         "total": usage.total,
         "free": usage.free,
         "writable": os.access(there, os.W_OK | os.X_OK),

@@ -147,12 +147,11 @@ def stated_modules(sizes: Sizes, layer: int | None) -> dict[str, Stated]:
     behind `model.layers.N.` (or the prefix)."""
     s = sizes
     if layer is None:
-        modules = {
+        return {
             "model.embed_tokens": Stated((s.vocabulary, s.hidden)),
             "model.norm": Stated((s.hidden,)),
             "lm_head": Stated((s.vocabulary, s.hidden), optional=s.tied_head),
         }
-        return modules
     biased = ("weight", "bias") if s.attention_bias else ("weight",)
     query = (s.heads * (s.nope_dim + s.rope_dim), s.q_lora or s.hidden)
     modules = {
