@@ -124,14 +124,13 @@ def take_inventory(
     shard for those that the index does not place there (they are ignored).
     """
     tensors: dict[str, SourceTensor] = {}
-    absent: dict[str, str] = {}
     if weight_map is None:
         weight_map = {name: shard for shard, header in headers.items() for name in header.tensors}
+    absent = {name: shard for name, shard in weight_map.items() if shard not in headers}
     placed = dict.fromkeys(headers, 0)
     entries = {shard: header.tensors for shard, header in headers.items()}
     for name, shard in weight_map.items():
         if shard not in entries:
-            absent[name] = shard
             continue
         entry = entries[shard].get(name)
         if entry is None:

@@ -193,22 +193,24 @@ def _runs_of_experts(names: Mapping[str, str], family: Family) -> tuple[list[_Ru
     Nearly all names are experts', and most layers' end in the same: such a layer is looked at as
     one. If a single name is odd, all of its layer's are among the others.
     """
-    by_base: dict[str, tuple[list[str], set[str]]] = defaultdict(lambda: ([], set()))
+    by_prefix: dict[str, tuple[list[str], set[str]]] = defaultdict(lambda: ([], set()))
     runs, others = [], []
+    prefix = ""
     for name, shard in names.items():
-        base, found, end = name.partition(EXPERTS)
-        if found:
-            ends, shards = by_base[base]
-            ends.append(end)
-            shards.add(shard)
-        else:
-            others.append(name)
+        if not prefix or not name.startswith(prefix):  # most begin as the one before
+            base, found, _ = name.partition(EXPERTS)
+            if not found:
+                others.append(name)
+                continue
+            prefix = base + found
+            ends, shards = by_prefix[prefix]
+        ends.append(name[len(prefix) :])
+        shards.add(shard)
     numbers = {str(expert): expert for expert in range(family.dims.experts)}
     members = _members(family)
     alike: frozenset[str] = frozenset()
     experts: set[int] = set()
-    for base, (ends, shards) in by_base.items():
-        prefix = f"{base}{EXPERTS}"
+    for prefix, (ends, shards) in by_prefix.items():
         where = family.locate(prefix + ends[0])
         known = len(ends) == len(alike) and alike.issuperset(ends)
         if not known:
