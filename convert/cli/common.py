@@ -114,7 +114,7 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
-        COMMAND.set(sys.argv)
+        before = COMMAND.set(sys.argv)
         try:
             command(*args, **kwargs)
         except tuple(kind for kind, _ in EXIT_CODES) as error:
@@ -127,6 +127,8 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
                 raise
             to_stderr(f"kconvert: {sentence}")
             raise typer.Exit(3) from None
+        finally:
+            COMMAND.reset(before)
 
     return run
 
