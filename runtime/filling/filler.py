@@ -36,7 +36,7 @@ class Memory(Protocol):
         """What was taken of the host's memory on the way."""
 
     def host(self, target: Any) -> NDArray[Any] | None:
-        """The target's own memory, where it is contiguous and the host's: to be read into."""
+        """The target's own memory, if it is contiguous and the host's: to be read into."""
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """A buffer of this thread's, to be read into and `put`; valid until it takes another."""

@@ -14,7 +14,7 @@ from kconvert.runtime.plugins.loading import ExpertLayer
 
 
 def memory_of(layers: Iterable[ExpertLayer]) -> Memory:
-    """The way into the parameters of these layers; UnsupportedError where they are not all on one
+    """The way into the parameters of these layers; UnsupportedError if they are not all on one
     device, or on one of another kind."""
     devices = {p.device for layer in layers for p in layer.parameters.values()}
     if len(devices) > 1:

@@ -78,7 +78,7 @@ def take_option(extra: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
 def experts_of(module: str, places: Sequence[int], advice: str) -> range:
     """The experts that a rank holds, from its table of all experts' places (below 0: elsewhere).
 
-    Raises UnsupportedError with `advice` where they do not lie together and in order.
+    Raises UnsupportedError with `advice` if they do not lie together and in order.
     """
     mine = [expert for expert, place in enumerate(places) if place >= 0]
     if not mine or [places[e] for e in range(mine[0], mine[-1] + 1)] != list(range(len(mine))):
@@ -95,7 +95,7 @@ def common_blobs(
     """The blobs of the tensors that are not cut, as far as a model with these parameters (a
     pipeline's stage has some layers, a text model no vision tower) needs them.
 
-    Raises UnsupportedError where the model has experts that the plugin did not find, or a vision
+    Raises UnsupportedError if the model has experts that the plugin did not find, or a vision
     tower that the output lacks.
     """
     present = {number for name in parameters if (number := _layer_of(name)) is not None}
@@ -121,7 +121,7 @@ def checked(
     data: Callable[[Any], memoryview] | None,
 ) -> Iterator[tuple[str, Any]]:
     """The tensors that an engine reads from common blobs, each compared with its digest while the
-    engine copies it, and CheckpointError by the end where one differs or is missing. `data` gives a
+    engine copies it, and CheckpointError by the end if one differs or is missing. `data` gives a
     tensor's bytes; None: digests are not compared."""
     expected = {
         name: (blob.path, blob.info.digests[name]) for blob in blobs for name in blob.header.tensors
@@ -157,8 +157,8 @@ def fill(
     """Begin to fill a layer's experts. `place(name, shape)` gives the memory of a parameter as the
     target of a transfer, in the blob's layout and shape.
 
-    Raises UnsupportedError where the engine keeps other shapes than are known, or the blobs cannot
-    be cut as it does, CheckpointError and OutputError where a blob is missing or foreign.
+    Raises UnsupportedError if the engine keeps other shapes than are known, or the blobs cannot
+    be cut as it does, CheckpointError and OutputError if a blob is missing or foreign.
     """
     dims, wanted = output.dims, layer.wanted
     if dims.quantization != Quantization(dims.quantization.group_size):

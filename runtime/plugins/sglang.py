@@ -160,7 +160,7 @@ def _refuse_options() -> None:
 
 
 def _expert_layer(output: Output, name: str, module: Any) -> ExpertLayer:
-    """How a FusedMoE module is cut; UnsupportedError where it cannot take these blobs."""
+    """How a FusedMoE module is cut; UnsupportedError if it cannot take these blobs."""
     scheme = type(getattr(module, "scheme", None)).__name__
     if output.layout == "marlin" and scheme != _SCHEME:
         raise UnsupportedError(

@@ -129,7 +129,7 @@ def _refuse_options() -> None:
 
 
 def _expert_layer(output: Output, name: str, module: Any) -> ExpertLayer:
-    """How a RoutedExperts module is cut; UnsupportedError where it cannot take these blobs."""
+    """How a RoutedExperts module is cut; UnsupportedError if it cannot take these blobs."""
     method, parallel = module.quant_method, module.moe_config.moe_parallel_config
     backend = getattr(method, "wna16_backend", None)
     backend = getattr(backend, "value", type(method).__name__)
