@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from kconvert.layouts.errors import OptionError, UnsupportedError
 from kconvert.runtime.backends import device as devices
 from kconvert.runtime.backends.cpu import CpuBackend
-from kconvert.runtime.backends.protocol import REACH, Sampling
+from kconvert.runtime.backends.protocol import REACH, HostBackend, Sampling
 from kconvert.runtime.clock import Clock
 from kconvert.runtime.config import ModelConfig, read_config
 from kconvert.runtime.distributed import Ranks
@@ -66,7 +66,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Model[Any],
+        model: Model,
         drafter: "Drafter | CudaDrafter | None",
         decoder: "CudaDecoder | None" = None,
     ) -> None:
@@ -277,7 +277,8 @@ class Engine:
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
         """Committed tokens and, if they are kept, the logits each was chosen from, a target forward
         at a time."""
-        model, ops, aux_layers = self.model, self.model.backend, draft.aux_layers if draft else ()
+        model, aux_layers = self.model, draft.aux_layers if draft else ()
+        ops: HostBackend = model.backend
         cache, nothing = model.new_cache(slots), np.empty((0, 0), np.float32)
         for begin in range(0, len(prompt), at_once):
             step = ops.sequence(prompt[begin : begin + at_once], begin)

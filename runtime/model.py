@@ -7,7 +7,7 @@ its history alone. Attention has one form, absorbed, for prompts and decoding.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import Generic, NamedTuple, TypedDict, TypeVar
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,6 @@ from kconvert.runtime.backends.protocol import (
 from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.weights import Blobs
 
-B = TypeVar("B", bound=Backend)
 LATENT_EPS = (
     1e-6  # of q_a_layernorm and kv_a_layernorm, in transformers' DeepseekV3; not the config's
 )
@@ -80,15 +79,16 @@ class Weights(NamedTuple):
     head: Weight  # [V / n, D]
 
 
-class Model(Generic[B]):
+class Model:
     """A target model over blobs, or a rank's part of it.
 
     Each rank has some heads, some of every MLP's intermediate rows, some experts' slices and some
     rows of the head; the rest is replicated. Raises UnsupportedError if that does not divide.
     """
 
-    def __init__(self, config: ModelConfig, blobs: Blobs, backend: B) -> None:
-        self.config, self.blobs, self.backend = config, blobs, backend
+    def __init__(self, config: ModelConfig, blobs: Blobs, backend: Backend) -> None:
+        self.config, self.blobs = config, blobs
+        self.backend: Any = backend  # whoever asks more of it says which one it is
         ranks = backend.ranks
         self._heads = ranks.rank_slice("heads", config.heads)
         self._vocabulary = ranks.rank_slice("tokens of the vocabulary", config.vocabulary)

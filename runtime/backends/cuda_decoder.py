@@ -52,9 +52,9 @@ class Drafts:
 class CudaDecoder:
     """One text at a time over one cache, which grows; its graphs are captured at first use."""
 
-    def __init__(self, model: Model[CudaBackend], drafter: CudaDrafter | None) -> None:
+    def __init__(self, model: Model, drafter: CudaDrafter | None) -> None:
         self.model, self.drafter = model, drafter
-        self._ops = model.backend
+        self._ops: CudaBackend = model.backend
         device = self._ops.device
         self._state = torch.zeros(tree.STATE, dtype=torch.int32, device=device)
         self._options = torch.zeros(5, dtype=torch.int32, device=device)

@@ -34,13 +34,13 @@ class Layer(NamedTuple):
 class CudaDrafter:
     """Weights, and keys and values of the context, whose length the text's state holds."""
 
-    def __init__(self, share: Share, weights: dict[str, Tensor], model: Model[CudaBackend]) -> None:
+    def __init__(self, share: Share, weights: dict[str, Tensor], model: Model) -> None:
         """`weights`: this rank's share of every tensor, bf16 on the device; they are taken out.
         The sizes are those that `check` found no fault with."""
         # The sizes of this rank's share; widths of rows that all ranks have are as ever.
         self.config = config = share.config
         self._share, self._model = share, model
-        self._ops = model.backend
+        self._ops: CudaBackend = model.backend
         self._device = self._ops.device
 
         def get(*names: str) -> Tensor:

@@ -21,7 +21,7 @@ NO_TREE = Tree(
 )
 
 
-def measured_costs(model: Model[HostBackend]) -> CostCurve:
+def measured_costs(model: Model) -> CostCurve:
     """Seconds of a verify step of this model on this machine, by its rows."""
     start = 2 * REACH
     cache = model.new_cache(start + MOST_AUTO + 1)
@@ -43,7 +43,7 @@ class Drafting:
 
     def __init__(
         self,
-        model: Model[HostBackend],
+        model: Model,
         drafter: Drafter,
         mode: str,
         budget: int | str,
@@ -56,6 +56,7 @@ class Drafting:
         """`costs`, `pauses` and `calibration` are for the budget "auto", which knows no bound but
         MOST_AUTO."""
         self._model, self._drafter = model, drafter
+        self._ops: HostBackend = model.backend
         self._mode, self._chain_seed, self._clock = mode, chain_seed, clock
         self._costs = costs
         self.most = MOST_AUTO if budget == AUTO else int(budget)
@@ -98,7 +99,7 @@ class Drafting:
             tree = chain(*top_k(logits, 1), self.most)
         else:
             ids, logprobs = top_k(logits, self.most)
-            tree = self._model.backend.grow(ids, logprobs, self.most, self._chain_seed)
+            tree = self._ops.grow(ids, logprobs, self.most, self._chain_seed)
         pays = True
         if self._costs is not None:
             probabilities = np.exp(tree.path_logprobs)
@@ -106,18 +107,16 @@ class Drafting:
             tree = tree.first(int(promised.argmax()))
             pays = bool(promised.max() * self._costs(1) >= 1)
         # What rank 0 found is everybody's: clocks differ, and drafting is done together.
-        tree, pays = self._model.backend.ranks.broadcast((tree, pays))
+        tree, pays = self._ops.ranks.broadcast((tree, pays))
         self._pauses.drafted(pays)
         if self._costs is not None:
             self._promised = float(np.exp(tree.path_logprobs).sum())
         return tree
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        model = self._model
-        rows = model.backend.embed(model.weights.embedding, ids.numpy())
+        rows = self._ops.embed(self._model.weights.embedding, ids.numpy())
         return torch.from_numpy(rows)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        model = self._model
-        logits = model.head(hidden.float().contiguous().numpy())
-        return torch.from_numpy(model.backend.gather(logits))
+        logits = self._model.head(hidden.float().contiguous().numpy())
+        return torch.from_numpy(self._ops.gather(logits))

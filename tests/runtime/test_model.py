@@ -28,7 +28,7 @@ class Part(TwinBackend):
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory) -> dict[int, list[Model[Part]]]:
+def models(tmp_path_factory) -> dict[int, list[Model]]:
     """Every rank's model, by tp."""
     made = {}
     for tp in (1, 2):
@@ -42,7 +42,7 @@ def models(tmp_path_factory) -> dict[int, list[Model[Part]]]:
     return made
 
 
-def test_the_parts_of_two_ranks_are_the_whole(models: dict[int, list[Model[Part]]]) -> None:
+def test_the_parts_of_two_ranks_are_the_whole(models: dict[int, list[Model]]) -> None:
     whole, parts = models[1][0].weights, [model.weights for model in models[2]]
     size = whole.layers[0].mlp.down.shape[1]
 
