@@ -20,10 +20,8 @@ class Subject(NamedTuple):
     """What was validated, as the page names it."""
 
     output: str
-    source: str | None
     manifest: Manifest
     digest: str  # the manifest's own
-    shards: list[tuple[str, int, str]]  # the source's: name, bytes, xxh3 of its header
     parity: list[tuple[str, Header, BlobInfo]]  # the first layer's blob of each rank
     rank_bytes: dict[str, int]  # a rank's folder, or common → bytes
     layer_bytes: dict[str, int]  # a layer's name, outer or vision → bytes of all ranks
@@ -101,8 +99,10 @@ def _reach(result: Validation) -> list[str]:
     found = ["Digests are xxh3_128: they show every accident, and no forgery."]
     if result.against_source:
         found.append(
-            "The source is taken as it lies there."
-            + ("" if result.verified else " --verify compares it with the hashes at hand.")
+            "The source's shards have the hashes that they came with."
+            if result.verified
+            else "The source is taken as it lies there; --verify compares it with the hashes at"
+            " hand."
         )
     found.append(
         "The inverse by formulas, the product in the kernels' order and the decoding by"
@@ -115,21 +115,25 @@ def _reach(result: Validation) -> list[str]:
 
 def _commands(result: Validation, subject: Subject) -> list[str]:
     again = ["kconvert", "validate", subject.output]
-    again += ["--source", subject.source] if subject.source else []
+    source = result.source
+    again += ["--source", source.name] if source else []
+    again += ["--revision", source.commit] if source and source.commit else []
     if result.sample is not None:
         again += ["--sample", str(result.sample), "--seed", str(result.seed)]
-    again += ["--verify"] if result.verified else []
+    again += ["--verify"] if result.verified and not (source and source.commit) else []
     found = [again]
     if not result.ok:
         manifest = subject.manifest
-        source = subject.source or manifest.repo or "SOURCE"
+        made_from = source.name if source else manifest.repo or "SOURCE"
         damaged = sorted({finding.file for finding in result.findings})
         found += [["rm", "-f", f"{subject.output}/{file}"] for file in damaged[:_REMOVED]]
         made = ["--layout", manifest.layout, "--tp", str(manifest.tp), "--ep", str(manifest.ep)]
         made += (
-            ["--revision", manifest.commit] if source == manifest.repo and manifest.commit else []
+            ["--revision", manifest.commit]
+            if made_from == manifest.repo and manifest.commit
+            else []
         )
-        found.append(["kconvert", "convert", source, subject.output, *made])
+        found.append(["kconvert", "convert", made_from, subject.output, *made])
     lines = [one_line(shlex.join(command)) for command in found]
     if not result.ok and len(damaged) > _REMOVED:
         lines.insert(-1, f"# and {len(damaged) - _REMOVED:,} more files, which --json names")

@@ -33,7 +33,7 @@ def test_a_sound_output(output: Path, kconvert, tmp_path: Path) -> None:
     page = checked(target.read_text())
     assert "Every code, scale and tensor is the source&#39;s, bit for bit." in page
     assert "failed" not in re.sub(r"<style>.*?</style>", "", page, flags=re.S)
-    assert subject_of(output, None).digest in page and "4,627,328" in page
+    assert subject_of(output).digest in page and "4,627,328" in page
     assert {path.name for path in tmp_path.iterdir()} == {"out", "report.html"}
 
 
@@ -72,7 +72,7 @@ def test_what_was_not_compared_is_said(output: Path, kconvert, tmp_path: Path) -
 def test_names_are_text(output: Path) -> None:
     result = Validation(True, False, None)
     result.found([Finding("<script>alert(1)</script>", "x & y", check="files")])
-    page = render(result, subject_of(output, None))
+    page = render(result, subject_of(output))
     assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
 
 
@@ -119,7 +119,7 @@ def generated() -> Validation:
 
 def test_all_of_k26_is_small_and_says_that_it_is_made_up(output: Path) -> None:
     result = generated()
-    subject = subject_of(output, None)._replace(
+    subject = subject_of(output)._replace(
         label="Made up, to test this page",
         rank_bytes={f"rank-{r:05}": 71 << 30 for r in range(8)},
         layer_bytes={f"layer-{n:05}": 10 << 30 for n in range(61)},
