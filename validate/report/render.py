@@ -3,13 +3,12 @@
 import shlex
 from typing import NamedTuple
 
-from kconvert.layouts.blob import BlobInfo
 from kconvert.layouts.errors import one_line
-from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import Manifest
 from kconvert.validate.findings import Finding, Validation
 from kconvert.validate.report.gallery import facts, pictures
 from kconvert.validate.report.page import counted, fill
+from kconvert.validate.report.parity import Held, Parity, parity_table
 
 _SHOWN = 50  # findings of a check
 _OPEN = 5  # so many are seen without a click
@@ -22,7 +21,7 @@ class Subject(NamedTuple):
     output: str
     manifest: Manifest
     digest: str  # the manifest's own
-    parity: list[tuple[str, Header, BlobInfo]]  # the first layer's blob of each rank
+    parity: Parity
     rank_bytes: dict[str, int]  # a rank's folder, or common → bytes
     layer_bytes: dict[str, int]  # a layer's name, outer or vision → bytes of all ranks
     made: str  # by what, and when
@@ -45,12 +44,21 @@ def render(result: Validation, subject: Subject) -> str:
         result=result,
         subject=subject,
         checks=[(check, check.table(), _of(result, check.id)) for check in result.checks],
+        first_layer=_first_layer(subject.parity),
+        parity=parity_table(subject.parity),
         facts=facts(result.statistics),
         shown=_SHOWN,
         opened=_OPEN,
         total=sum(entry.bytes for entry in result.ledger),
         pictures=pictures(result, subject.rank_bytes, subject.layer_bytes),
     )
+
+
+def _first_layer(parity: Parity) -> dict[str, dict[str, Held]]:
+    """Of the ranks, each their first; what is shown, where the JSON has all."""
+    of_ranks = sorted(path for path in parity if path.startswith("rank-"))
+    first = of_ranks[0].rpartition("/")[2] if of_ranks else ""
+    return {path: parity[path] for path in of_ranks if path.endswith(f"/{first}")}
 
 
 def _of(result: Validation, check: str) -> list[Finding]:
@@ -128,6 +136,7 @@ def _commands(result: Validation, subject: Subject) -> list[str]:
         damaged = sorted({finding.file for finding in result.findings})
         found += [["rm", "-f", f"{subject.output}/{file}"] for file in damaged[:_REMOVED]]
         made = ["--layout", manifest.layout, "--tp", str(manifest.tp), "--ep", str(manifest.ep)]
+        made += ["--text-only"] if manifest.text_only else []
         made += (
             ["--revision", manifest.commit]
             if made_from == manifest.repo and manifest.commit

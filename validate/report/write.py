@@ -1,15 +1,12 @@
 """A validation's report into a file: whole, or not at all."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 
-from kconvert.layouts.blob import BlobInfo, digest, read_blob
-from kconvert.layouts.errors import KconvertError
-from kconvert.layouts.header import Header
+from kconvert.layouts.blob import digest
 from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kconvert.validate.findings import Validation
 from kconvert.validate.report.page import made, write_whole
+from kconvert.validate.report.parity import parity_of
 from kconvert.validate.report.render import Subject, render
 
 
@@ -25,23 +22,11 @@ def subject_of(output: Path) -> Subject:
         output=output.name,
         manifest=manifest,
         digest=digest((output / MANIFEST_NAME).read_bytes()),
-        parity=list(_readable(output, _first_layer(manifest))),
+        parity=parity_of(output, (name for name, e in manifest.files.items() if e.fingerprint)),
         rank_bytes=_sums(manifest, 0),
         layer_bytes=_sums(manifest, 1),
         made=made(),
     )
-
-
-def _readable(output: Path, names: list[str]) -> Iterator[tuple[str, Header, BlobInfo]]:
-    for name in names:
-        with contextlib.suppress(KconvertError, OSError):  # it is among the findings
-            yield name, *read_blob(output / name)
-
-
-def _first_layer(manifest: Manifest) -> list[str]:
-    of_ranks = sorted(name for name in manifest.files if name.startswith("rank-"))
-    first = of_ranks[0].rpartition("/")[2] if of_ranks else ""
-    return [name for name in of_ranks if name.endswith(f"/{first}")]
 
 
 def _sums(manifest: Manifest, part: int) -> dict[str, int]:
