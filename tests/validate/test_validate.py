@@ -78,8 +78,8 @@ def test_changed_bytes(with_source: bool, out: Path) -> None:
 
 @pytest.mark.parametrize(
     ("tensor", "what"),
-    [("w13_weight_packed", "1 code differs"), ("w13_weight_scale", "1 scale differs"),
-     ("w2_weight_packed", "1 code differs"), ("w2_weight_scale", "1 scale differs")],
+    [("w13_weight_packed", "1 of its codes differs"), ("w13_weight_scale", "1 of its scales differs"),
+     ("w2_weight_packed", "1 of its codes differs"), ("w2_weight_scale", "1 of its scales differs")],
 )  # fmt: skip
 def test_a_wrong_code_or_scale_under_right_digests(tensor: str, what: str, out: Path) -> None:
     """Digests prove nothing about the conversion; the source does."""
