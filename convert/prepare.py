@@ -17,7 +17,15 @@ from kconvert.convert.output.state import OutputState
 from kconvert.convert.plan import Plan, Target, make_plan
 from kconvert.convert.progress import Work
 from kconvert.convert.share import Share
-from kconvert.convert.source import COMMIT, HubName, Source, hub_name, open_hub, open_local
+from kconvert.convert.source import (
+    COMMIT,
+    HubName,
+    Source,
+    hub_name,
+    open_hub,
+    open_local,
+    revision_of,
+)
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint
 from kconvert.layouts.errors import OptionError, OutputError
@@ -257,13 +265,9 @@ def _small_files(source: Source) -> dict[str, bytes]:
 def _named(source: str, options: Options) -> tuple[HubName | None, Options]:
     """The repository that `source` names, and the options with its revision; None: a path."""
     name = hub_name(source)
-    if name is None or name.revision is None:
+    if name is None:
         return name, options
-    if options.revision not in (None, name.revision):
-        raise OptionError(
-            f"{source} and --revision {options.revision} are two revisions: give one."
-        )
-    return name, replace(options, revision=name.revision)
+    return name, replace(options, revision=revision_of(name, options.revision))
 
 
 def _open(source: HubName | Path, output: Path, options: Options) -> Source:

@@ -12,7 +12,8 @@ class Balanced(HTMLParser):
         self.open: list[str] = []
 
     def handle_starttag(self, tag, attributes) -> None:
-        assert tag not in ("script", "link", "iframe")
+        assert tag not in ("link", "iframe")
+        assert tag != "script" or ("type", "application/json") in attributes
         for name, value in attributes:
             assert not name.startswith("on")
             assert name not in ("src", "href") or value.startswith("data:")

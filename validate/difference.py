@@ -14,7 +14,7 @@ from kconvert.layouts.quantization import (
     unpack_zero_points,
 )
 from kconvert.layouts.scan import widened
-from kconvert.validate.findings import Finding, Place
+from kconvert.validate.findings import ROLE_CHECKS, Finding, Place
 
 _SHOWN = 8  # places of a finding
 
@@ -42,8 +42,11 @@ def difference(
             different[:_SHOWN].tolist(), expected[first], found[first], *values, strict=True
         )
     )
-    what = role.replace("_", " ") + (" differs" if len(different) == 1 else "s differ")
-    text = f"{len(different):,} {what} from the source; first at {sentence(places[0], role)}"
+    what, some = ROLE_CHECKS[role].replace("-", " "), "differs" if len(different) == 1 else "differ"
+    text = (
+        f"{len(different):,} of its {what} {some} from the source's; first at"
+        f" {sentence(places[0], role)}"
+    )
     return at._replace(text=text, places=places, differing=len(different))
 
 

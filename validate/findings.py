@@ -126,6 +126,28 @@ class Pace(NamedTuple):
     seconds: float
 
 
+class SourceShard(NamedTuple):
+    """A file of the source, by what identifies it. `content`: the hash of all of it that it came
+    with, sha256 on the Hub; None: it came with none."""
+
+    name: str
+    bytes: int
+    header: str  # xxh3_128
+    content: str | None
+
+
+class SourceIdentity(NamedTuple):
+    """What the output was compared with."""
+
+    name: str  # a path, or a repository of the Hub
+    commit: str | None
+    shards: list[SourceShard]
+
+    def table(self) -> dict[str, Any]:
+        """For --json."""
+        return {**self._asdict(), "shards": [shard._asdict() for shard in self.shards]}
+
+
 class Tally:
     """What one task looked at, by check."""
 
@@ -147,7 +169,8 @@ class Validation:
     against_source: bool
     sample: int | None  # so many experts a layer were read; None: all
     seed: int | None = None  # that they were drawn with
-    verified: bool = False  # the source's files were compared with the hashes at hand
+    source: SourceIdentity | None = None
+    verified: bool = False  # the source's files were compared with the hashes they came with
     files: int = 0
     tensors: int = 0
     experts: int = 0  # an expert counts once for every rank that holds a part of it

@@ -191,6 +191,7 @@ def validation_table(result: "Validation") -> dict[str, Any]:
     table = {
         **vars(result),
         "ok": result.ok,
+        "source": result.source and result.source.table(),
         "findings": [finding.table() for finding in result.findings],
         "checks": [check.table() for check in result.checks],
         "pace": [pace._asdict() for pace in result.pace],

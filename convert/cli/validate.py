@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kconvert.convert.cli.common import (
+    CacheDir,
     Json,
     Quiet,
     Report,
@@ -24,7 +25,8 @@ from kconvert.convert.cli.common import (
 def validate(
     output: Annotated[Path, folder_argument("A converted folder.")],
     source: Annotated[
-        Path | None, typer.Option(parser=folder, help="The checkpoint it was made from.")
+        str | None,
+        typer.Option(help="The checkpoint it was made from: a folder, or its name on the Hub."),
     ] = None,
     sample: Annotated[
         int | None,
@@ -35,6 +37,14 @@ def validate(
     ] = None,
     report: Report = None,
     verify: Verify = False,
+    revision: Annotated[
+        str | None, typer.Option(help="On the Hub; the commit that the output names if not given.")
+    ] = None,
+    cache_dir: CacheDir = None,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(parser=folder, help="Where shards are downloaded to; the cache if not given."),
+    ] = None,
     workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
@@ -44,18 +54,25 @@ def validate(
     Exits with 1 if anything differs.
     """
     from kconvert.convert.cli import text
+    from kconvert.convert.source import hub_name
     from kconvert.validate import validate as check
 
     check_report(report)
-    with progress_bar("validate", quiet) as progress:
+    if source == "":
+        raise typer.BadParameter("it is empty", param_hint="--source")
+    with (
+        progress_bar("download", quiet or not source or not hub_name(source)) as downloaded,
+        progress_bar("validate", quiet) as progress,
+    ):
         result = check(
-            output, source, sample=sample, seed=seed, verify=verify, workers=workers,
-            progress=progress,
+            output, source, sample=sample, seed=seed, verify=verify, revision=revision,
+            cache_dir=cache_dir, work_dir=work_dir, workers=workers, progress=progress,
+            downloaded=downloaded,
         )  # fmt: skip
     if report is not None:
         from kconvert.validate.report.write import write_report
 
-        write_report(result, output, source, report)
+        write_report(result, output, report)
     show(text.validation_table(result), as_json, text.validation_text, quiet)
     if not result.ok:
         raise typer.Exit(1)

@@ -112,7 +112,7 @@ class Arrivals:
             if _stamp(self.path(shard)) != self._stamps[shard]:
                 raise UnavailableError(
                     f"{self.path(shard)} was changed by another program while it was being"
-                    " converted: run the same command again."
+                    " read: run the same command again."
                 )
 
     def release(self, job: int, forget: Callable[[str], object]) -> None:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -29,7 +29,7 @@ class LocalSource:
 
     folder: Path
     checkpoint: Checkpoint
-    contents: dict[str, str]  # shard → content_id
+    contents: dict[str, str]  # shard → content_id, for a conversion
     stamps: dict[str, tuple[int, ...]]  # shard → what changes when its file does
     warnings: tuple[str, ...]
     oids: dict[str, str] | None  # shard → hash to be compared with; None: nothing is compared
@@ -94,7 +94,7 @@ class _Here:
                 self._checks[name].result()
             if stamp(self.path(name)) != self._source.stamps[name]:
                 raise ChangedFileError(
-                    f"{name} was changed while it was being converted: wait until nobody writes to"
+                    f"{name} was changed while it was being read: wait until nobody writes to"
                     " it, then run the same command again."
                 )
 
@@ -138,25 +138,25 @@ def hashes_at_hand(folder: Path, names: Iterable[str]) -> dict[str, str]:
     return {name: oid for name, oid in oids.items() if oid is not None}
 
 
-def refuse_damaged(folder: Path, checkpoint: Checkpoint) -> None:
-    """Compare every file of the checkpoint in `folder` with the hash that it must have.
-
-    Raises CheckpointError if one differs, UnsupportedError if there is nothing to compare
-    with.
-    """
-    oids = hashes_at_hand(folder, [*_small_files(folder, checkpoint), *checkpoint.shards])
-    for name, oid in oids.items():
-        refuse_other_content(folder / name, name, oid)
-
-
 def _small_files(folder: Path, checkpoint: Checkpoint) -> list[str]:
     names = (CONFIG_NAME, INDEX_NAME, *checkpoint.small_files)
     return [name for name in dict.fromkeys(names) if (folder / name).is_file()]
 
 
 def open_local(folder: Path, verify: bool = False) -> LocalSource:
-    """Read headers and sampled blocks of the checkpoint in `folder`; `verify`: also compare small
-    files with the hashes at hand, and shards as they are converted.
+    """As `read_local`, and sampled blocks too: the source of a conversion."""
+    source = read_local(folder, verify)
+    shards = source.checkpoint.shards
+    return replace(
+        source,
+        contents={name: content_id(folder / name, shard) for name, shard in shards.items()},
+        warnings=tuple(_blank_tails(folder, source.checkpoint)),
+    )
+
+
+def read_local(folder: Path, verify: bool = False) -> LocalSource:
+    """Read headers of the checkpoint in `folder`; `verify`: also compare small files with the
+    hashes at hand, and shards as they are read.
 
     Raises CheckpointError, also if the folder does not exist; UnsupportedError if there is
     nothing to verify with.
@@ -173,14 +173,12 @@ def open_local(folder: Path, verify: bool = False) -> LocalSource:
         oids = hashes_at_hand(folder, [*small, *checkpoint.shards])
         for name in small:
             refuse_other_content(folder / name, name, oids[name])
-    stamps = {name: stamp(folder / name) for name in checkpoint.shards}  # before what is read
-    contents = {name: content_id(folder / name, s) for name, s in checkpoint.shards.items()}
     return LocalSource(
         folder=folder,
         checkpoint=checkpoint,
-        contents=contents,
-        stamps=stamps,
-        warnings=tuple(_blank_tails(folder, checkpoint)),
+        contents={},
+        stamps={name: stamp(folder / name) for name in checkpoint.shards},
+        warnings=(),
         oids=oids,
     )
 

@@ -3,13 +3,12 @@
 import shlex
 from typing import NamedTuple
 
-from kconvert.layouts.blob import BlobInfo
 from kconvert.layouts.errors import one_line
-from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import Manifest
 from kconvert.validate.findings import Finding, Validation
 from kconvert.validate.report.gallery import facts, pictures
 from kconvert.validate.report.page import counted, fill
+from kconvert.validate.report.parity import Held, Parity, parity_table
 
 _SHOWN = 50  # findings of a check
 _OPEN = 5  # so many are seen without a click
@@ -20,11 +19,9 @@ class Subject(NamedTuple):
     """What was validated, as the page names it."""
 
     output: str
-    source: str | None
     manifest: Manifest
     digest: str  # the manifest's own
-    shards: list[tuple[str, int, str]]  # the source's: name, bytes, xxh3 of its header
-    parity: list[tuple[str, Header, BlobInfo]]  # the first layer's blob of each rank
+    parity: Parity
     rank_bytes: dict[str, int]  # a rank's folder, or common → bytes
     layer_bytes: dict[str, int]  # a layer's name, outer or vision → bytes of all ranks
     made: str  # by what, and when
@@ -47,12 +44,21 @@ def render(result: Validation, subject: Subject) -> str:
         result=result,
         subject=subject,
         checks=[(check, check.table(), _of(result, check.id)) for check in result.checks],
+        first_layer=_first_layer(subject.parity),
+        parity=parity_table(subject.parity),
         facts=facts(result.statistics),
         shown=_SHOWN,
         opened=_OPEN,
         total=sum(entry.bytes for entry in result.ledger),
         pictures=pictures(result, subject.rank_bytes, subject.layer_bytes),
     )
+
+
+def _first_layer(parity: Parity) -> dict[str, dict[str, Held]]:
+    """Of the ranks, each their first; what is shown, where the JSON has all."""
+    of_ranks = sorted(path for path in parity if path.startswith("rank-"))
+    first = of_ranks[0].rpartition("/")[2] if of_ranks else ""
+    return {path: parity[path] for path in of_ranks if path.endswith(f"/{first}")}
 
 
 def _of(result: Validation, check: str) -> list[Finding]:
@@ -101,8 +107,10 @@ def _reach(result: Validation) -> list[str]:
     found = ["Digests are xxh3_128: they show every accident, and no forgery."]
     if result.against_source:
         found.append(
-            "The source is taken as it lies there."
-            + ("" if result.verified else " --verify compares it with the hashes at hand.")
+            "The source's shards have the hashes that they came with."
+            if result.verified
+            else "The source is taken as it lies there; --verify compares it with the hashes at"
+            " hand."
         )
     found.append(
         "The inverse by formulas, the product in the kernels' order and the decoding by"
@@ -115,21 +123,26 @@ def _reach(result: Validation) -> list[str]:
 
 def _commands(result: Validation, subject: Subject) -> list[str]:
     again = ["kconvert", "validate", subject.output]
-    again += ["--source", subject.source] if subject.source else []
+    source = result.source
+    again += ["--source", source.name] if source else []
+    again += ["--revision", source.commit] if source and source.commit else []
     if result.sample is not None:
         again += ["--sample", str(result.sample), "--seed", str(result.seed)]
-    again += ["--verify"] if result.verified else []
+    again += ["--verify"] if result.verified and not (source and source.commit) else []
     found = [again]
     if not result.ok:
         manifest = subject.manifest
-        source = subject.source or manifest.repo or "SOURCE"
+        made_from = source.name if source else manifest.repo or "SOURCE"
         damaged = sorted({finding.file for finding in result.findings})
         found += [["rm", "-f", f"{subject.output}/{file}"] for file in damaged[:_REMOVED]]
         made = ["--layout", manifest.layout, "--tp", str(manifest.tp), "--ep", str(manifest.ep)]
+        made += ["--text-only"] if manifest.text_only else []
         made += (
-            ["--revision", manifest.commit] if source == manifest.repo and manifest.commit else []
+            ["--revision", manifest.commit]
+            if made_from == manifest.repo and manifest.commit
+            else []
         )
-        found.append(["kconvert", "convert", source, subject.output, *made])
+        found.append(["kconvert", "convert", made_from, subject.output, *made])
     lines = [one_line(shlex.join(command)) for command in found]
     if not result.ok and len(damaged) > _REMOVED:
         lines.insert(-1, f"# and {len(damaged) - _REMOVED:,} more files, which --json names")

@@ -1,12 +1,16 @@
 """The report: one file that says what was found and what was not compared, and needs nothing."""
 
+import json
 import re
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
+import xxhash
 from html_kit import checked
 from kit import KIMI_MINI, flip, flip_byte
+from safetensors import safe_open
 
 from kconvert.convert import convert
 from kconvert.layouts.manifest import read_manifest
@@ -33,7 +37,7 @@ def test_a_sound_output(output: Path, kconvert, tmp_path: Path) -> None:
     page = checked(target.read_text())
     assert "Every code, scale and tensor is the source&#39;s, bit for bit." in page
     assert "failed" not in re.sub(r"<style>.*?</style>", "", page, flags=re.S)
-    assert subject_of(output, None).digest in page and "4,627,328" in page
+    assert subject_of(output).digest in page and "4,627,328" in page
     assert {path.name for path in tmp_path.iterdir()} == {"out", "report.html"}
 
 
@@ -69,11 +73,27 @@ def test_what_was_not_compared_is_said(output: Path, kconvert, tmp_path: Path) -
     assert "--sample 2 --seed 5" in page
 
 
+def test_a_program_can_compare_what_it_loaded(output: Path) -> None:
+    """The page's JSON is what safetensors gives of every blob."""
+    page = render(Validation(True, False, None), subject_of(output))
+    parity = json.loads(re.search(r'id="parity">(.*?)</script>', page)[1])
+    assert len(parity) == 2 * 2 + 5
+    blob = output / RANK1
+    with safe_open(blob, "pt") as opened:
+        assert set(opened.keys()) == set(parity[RANK1])
+        for name, held in parity[RANK1].items():
+            tensor = opened.get_tensor(name)
+            assert [*tensor.shape] == held["shape"] and [*tensor.stride()] == held["stride"]
+            digests = [xxhash.xxh3_128(memoryview(e.view(torch.uint8).numpy())).digest()
+                       for e in tensor]  # fmt: skip
+            assert xxhash.xxh3_128(b"".join(digests)).hexdigest() == held["xxh3"]
+
+
 def test_names_are_text(output: Path) -> None:
     result = Validation(True, False, None)
     result.found([Finding("<script>alert(1)</script>", "x & y", check="files")])
-    page = render(result, subject_of(output, None))
-    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page
+    page = render(result, subject_of(output))
+    assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
 
 
 def test_no_folder_no_report(output: Path, kconvert, tmp_path: Path) -> None:
@@ -119,10 +139,16 @@ def generated() -> Validation:
 
 def test_all_of_k26_is_small_and_says_that_it_is_made_up(output: Path) -> None:
     result = generated()
-    subject = subject_of(output, None)._replace(
+    parity = subject_of(output).parity
+    subject = subject_of(output)._replace(
         label="Made up, to test this page",
         rank_bytes={f"rank-{r:05}": 71 << 30 for r in range(8)},
         layer_bytes={f"layer-{n:05}": 10 << 30 for n in range(61)},
+        parity={
+            f"rank-{r:05}-of-00008/layer-{n:05}.safetensors": parity[RANK1]
+            for r in range(8)
+            for n in range(1, 61)
+        },
     )
     page = checked(render(result, subject))
     assert "Made up, to test this page" in page
