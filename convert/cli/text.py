@@ -217,7 +217,9 @@ def _summary(table: dict[str, Any]) -> str:
         return f"ok: {checked}; {proof}{part}"
     warnings = sum(finding["severity"] == "warning" for finding in table["findings"])
     errors = len(table["findings"]) - warnings
-    return f"{'DIFFERENT' if errors else 'WARNING'}: {errors} errors, {warnings} warnings; {checked}"
+    return (
+        f"{'DIFFERENT' if errors else 'WARNING'}: {errors} errors, {warnings} warnings; {checked}"
+    )
 
 
 def validation_text(table: dict[str, Any]) -> str:
