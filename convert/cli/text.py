@@ -217,9 +217,9 @@ def _summary(table: dict[str, Any]) -> str:
         return f"ok: {checked}; {proof}{part}"
     warnings = sum(finding["severity"] == "warning" for finding in table["findings"])
     errors = len(table["findings"]) - warnings
-    return (
-        f"{'DIFFERENT' if errors else 'WARNING'}: {errors} errors, {warnings} warnings; {checked}"
-    )
+    counts = [(errors, "error"), (warnings, "warning")]
+    found = ", ".join(f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in counts if n)
+    return f"{'DIFFERENT' if errors else 'WARNING'}: {found}; {checked}"
 
 
 def validation_text(table: dict[str, Any]) -> str:
