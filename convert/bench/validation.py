@@ -47,7 +47,7 @@ def bench_validate(
             if found != [True]:
                 raise RuntimeError("a fresh conversion differs from its source")
             spent = (cpu_seconds() - before) / (size / 1e9)
-                if turn > 0:
+            if turn > 0:
                 turns.append((validating, reading, spent, read_spent, memory.peak))
     medians = [statistics.median(column) for column in zip(*turns, strict=True)]
     return {
