@@ -36,9 +36,15 @@ $(ENGINES)/installed: pyproject.toml
 	$(ENGINES)/bin/pip install -q -e . pytest
 	touch $@
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed build/mypy/kconvert
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The folders under the names they are installed by: mypy does not see an editable install.
+build/mypy/kconvert:
+	mkdir -p $@
+	ln -s $(addprefix ../../../,layouts convert validate runtime) $@
 
 format: $(VENV)/installed
 	$(BIN)/ruff check --fix .

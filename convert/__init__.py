@@ -2,11 +2,28 @@
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from kconvert.layouts import lazily
+
+__all__ = [
+    "Conversion",
+    "Exported",
+    "Share",
+    "convert",
+    "describe",
+    "export_output",
+    "finish_output",
+    "reshard_output",
+]
 
 if TYPE_CHECKING:
+    from kconvert.convert.export import Exported
     from kconvert.convert.run import Conversion
     from kconvert.convert.share import Share
+    from kconvert.layouts.manifest import Manifest
+else:
+    __getattr__ = lazily(__name__, {"Conversion": "run", "Exported": "export", "Share": "share"})
 
 
 def convert(
@@ -31,8 +48,8 @@ def convert(
     """Convert `source`, a checkpoint's folder or its name on the Hub, into `output`, resuming what
     is there.
 
-    The options are the command line's. Raises a `kconvert.layouts.errors.KconvertError`, or
-    OSError as the system gives it.
+    The options are the command line's. Raises a `kconvert.layouts.KconvertError`, or OSError as the
+    system gives it.
     """
     from kconvert.convert.prepare import Options, prepare  # numba is not for `--help`
     from kconvert.convert.run import run
@@ -54,3 +71,47 @@ def convert(
         scale_dtype=scale_dtype,
     )
     return run(prepare(source, output, options))
+
+
+def finish_output(output: str | Path) -> "Manifest":
+    """Write the manifest of an output that several shares have made: `kconvert finish`."""
+    from kconvert.convert.run import finish
+
+    return finish(Path(output))
+
+
+def reshard_output(
+    output: str | Path,
+    new: str | Path,
+    *,
+    layout: str | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    overwrite: bool = False,
+    workers: int | None = None,
+) -> "Conversion":
+    """Make `new` from the blobs of `output` for another layout (None: the same) or parallelism:
+    `kconvert reshard`. Bit for bit what a conversion of the source would be."""
+    from kconvert.convert.reshard import prepare_reshard
+    from kconvert.convert.run import run
+
+    return run(
+        prepare_reshard(
+            output, new, layout=layout, tp=tp, ep=ep, overwrite=overwrite, workers=workers
+        )
+    )
+
+
+def export_output(output: str | Path, new: str | Path, *, workers: int | None = None) -> "Exported":
+    """Turn `output` back into a checkpoint of the format it was made from: `kconvert export`."""
+    from kconvert.convert.export import prepare_export, run_export
+
+    return run_export(prepare_export(output, new, workers))
+
+
+def describe(source: str | Path, tensors: str | None = None) -> dict[str, Any]:
+    """What a folder, a file or a repository of the Hub is, as `kconvert inspect --json` has it;
+    `tensors` is a pattern (* and ?) of names to list."""
+    from kconvert.convert.inspect import inspect
+
+    return inspect(source, tensors)

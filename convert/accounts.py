@@ -45,7 +45,7 @@ def check_accounts(plan: Plan) -> None:
 def _stored_bytes(
     experts: Iterable[Expert], stacked: StackedTensor, scale_dtype: str | None
 ) -> int:
-    """Bytes of what experts give to a stacked tensor, cast where that is asked for."""
+    """Bytes of what experts give to a stacked tensor, cast if that is asked for."""
     nbytes, cast = 0, scale_dtype if stacked.role == "scale" else None
     for expert in experts:
         fused = expert.up is expert.gate  # one matrix gives both

@@ -24,7 +24,7 @@ from kconvert.convert.output.writer import StagedFile, Turn
 from kconvert.convert.pack import Done, Packer, Task, warm_up
 from kconvert.convert.plan import Plan
 from kconvert.convert.progress import Meter, Recorder
-from kconvert.layouts.errors import KconvertError, UnavailableError
+from kconvert.layouts.errors import KconvertError, LostProcessError
 from kconvert.layouts.reader import Reader
 
 WORTH_PROCESSES = 1 << 30  # bytes to be written: forking takes a tenth of a second
@@ -100,7 +100,7 @@ class Worker:
 
 @contextmanager
 def crew(plan: Plan, workers: int, meter: Meter) -> Iterator[Crew]:
-    """So many workers: processes where there is much to do, else threads.
+    """So many workers: processes if there is much to do, else threads.
 
     Processes are forked here and now: the caller has no thread yet whose locks they would inherit
     (one that shows progress holds none that they take).
@@ -155,20 +155,20 @@ class _Processes:
         worker = self._idle.get()
         try:
             worker.send((job, number, files, active))
-            answer = worker.recv()
+            done, intervals = worker.recv()
         except (EOFError, OSError):
             for process in self._processes:  # whoever waits for one is told so too
                 process.kill()
-            raise UnavailableError(
+            raise LostProcessError(
                 "a worker process ended before its work was done (was it killed for lack of"
                 " memory?): free some, or give fewer --workers, and run the same command again."
             ) from None
         finally:
             self._idle.put(worker)
-        done, intervals = answer
         self._meter.record(intervals)
         if isinstance(done, BaseException):
             raise done
+        assert isinstance(done, Done)
         return done
 
     def forget(self, shard: str) -> None:
@@ -192,7 +192,8 @@ def _turns(plan: Plan, lock: Callable[[], Turn]) -> _Turns:
 
 def _shared_lock(context: Any) -> Turn:
     try:
-        return context.Lock()
+        lock: Turn = context.Lock()
+        return lock
     except OSError:  # no semaphores here: the kernel's own lock keeps writers apart too
         return threading.Lock()
 

@@ -1,6 +1,6 @@
 """Carrying a plan out: every source tensor is read once, packed for all ranks, written once.
 
-Memory: a worker holds one expert (its matrices, in the plain order too where they are stored in
+Memory: a worker holds one expert (its matrices, in the plain order too if they are stored in
 another) and one rank's piece of it, or one chunk of a whole tensor, and a chunk that is moved onto
 a page to be written; so at most
 
@@ -63,7 +63,7 @@ def execute(
 ) -> Executed:
     """Write and publish every file of `plan`.
 
-    Raises CheckpointError for a fault in the source's data, UnavailableError where a shard cannot
+    Raises CheckpointError for a fault in the source's data, UnavailableError if a shard cannot
     be got, OSError as the system gives it; unpublished files are gone then, published ones stay.
     """
     order = [job.shards for job in plan.jobs]
@@ -137,7 +137,7 @@ def _check_bytes(job: Job, done: list[Done]) -> None:
 
 def _results(futures: list[Future[Done]]) -> list[Done]:
     """What the tasks did; raises the first fault, not waiting for the others, and CancelledError
-    where they were called off."""
+    if they were called off."""
     finished: SimpleQueue[Future[Done]] = SimpleQueue()
     for future in futures:  # concurrent.futures.wait does not hear of futures that are called off
         future.add_done_callback(finished.put)

@@ -28,7 +28,7 @@ class LoadedExpert(Protocol):
     bytes_read: int
 
     def check(self) -> list[Oddity]:
-        """What is odd about it. Raises CheckpointError where it is damaged."""
+        """What is odd about it. Raises CheckpointError if it is damaged."""
 
     def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
         """Once it is checked, write what `cut` takes of it into `out`, in the order of `layout`."""
@@ -37,12 +37,12 @@ class LoadedExpert(Protocol):
 def load(plan: Plan, group: Group, index: int, reader: Reader, scratch: Scratch) -> LoadedExpert:
     """Read an expert of a group, with whatever belongs to it."""
     if isinstance(group, StoredGroup):
-        return _FromBlobs(group, index, reader, scratch)
+        return _FromBlobs(StoredExpert(group, index, reader, scratch))
     return _FromCheckpoint(plan, group.experts[index], reader, scratch)
 
 
 class _FromCheckpoint:
-    """Its tensors as they are stored; plain, and scales cast where that is asked for, once they are
+    """Its tensors as they are stored; plain, and scales cast if that is asked for, once they are
     checked."""
 
     def __init__(self, plan: Plan, expert: Expert, reader: Reader, scratch: Scratch) -> None:
@@ -91,12 +91,18 @@ class _FromCheckpoint:
             layout.pack_into(role, self._plain[projection, role], rows, columns, out, at)
 
 
-class _FromBlobs(StoredExpert):
+class _FromBlobs:
     """Its digests say whether it is what was converted; what was odd was said then."""
 
+    def __init__(self, stored: StoredExpert) -> None:
+        self._stored, self.bytes_read = stored, stored.bytes_read
+
     def check(self) -> list[Oddity]:
-        super().check()
+        self._stored.check()
         return []
+
+    def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
+        self._stored.fill(cut, layout, out)
 
 
 def memory_bound(plan: Plan, group: Group) -> int:

@@ -16,7 +16,12 @@ from kconvert.convert.shards import plan_export
 from kconvert.convert.source.stored import StoredSource, open_stored
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import KconvertError, OutputError, UnsupportedError
+from kconvert.layouts.errors import (
+    KconvertError,
+    OccupiedOutputError,
+    OutputError,
+    UnsupportedError,
+)
 from kconvert.layouts.header import read_header
 from kconvert.layouts.manifest import WORK_FOLDER
 
@@ -74,7 +79,7 @@ def prepare_export(
 ) -> PreparedExport:
     """Plan the export of `output` into `folder`; writes nothing.
 
-    Raises what `open_stored` does, and OutputError where `folder` holds anything else.
+    Raises what `open_stored` does, and OutputError if `folder` holds anything else.
     """
     folder = Path(folder)
     with without_collection():
@@ -103,7 +108,7 @@ def prepare_export(
 def run_export(prepared: PreparedExport, meter: Meter | None = None) -> Exported:
     """Carry out a prepared export: shard after shard, the index last.
 
-    Raises UnavailableError for lack of space or another run, CheckpointError where a blob was
+    Raises UnavailableError for lack of space or another run, CheckpointError if a blob was
     changed.
     """
     folder, meter = prepared.folder, meter or Meter()
@@ -139,14 +144,14 @@ def _index(plan: Plan) -> bytes:
 
 
 def _with_current_state(prepared: PreparedExport) -> PreparedExport:
-    """With the shards that are there. Raises OutputError where the folder holds anything that this
+    """With the shards that are there. Raises OutputError if the folder holds anything that this
     export has not made."""
     folder = prepared.folder
     if not folder.exists():
         return prepared
     inside = [path for path in sorted(folder.iterdir()) if path.name != WORK_FOLDER]
     if inside and _recorded(folder) != prepared.identity:
-        raise OutputError(f"{inside[0]} is not of this export: choose another folder.")
+        raise OccupiedOutputError(f"{inside[0]} is not of this export: choose another folder.")
     planned = {file.path: file for file in prepared.plan.files}
     published = set()
     for path in inside:
@@ -155,12 +160,12 @@ def _with_current_state(prepared: PreparedExport) -> PreparedExport:
                 raise OutputError(f"{path} is damaged: delete it and run the same command again.")
             published.add(path.name)
         elif not path.is_file() or prepared.small_files.get(path.name) != read_file(path):
-            raise OutputError(f"{path} is not of this export: choose another folder.")
+            raise OccupiedOutputError(f"{path} is not of this export: choose another folder.")
     return replace(prepared, published=frozenset(published))
 
 
 def _recorded(folder: Path) -> str | None:
-    """Of what a folder is the export, if it is one."""
+    """The identity of what was exported into a folder, if it is an export."""
     try:
         return str(json.loads((folder / WORK_FOLDER / EXPORT_RECORD).read_bytes())["export"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -43,8 +43,8 @@ def inspect(source: str | Path, tensors: str | None = None) -> dict[str, Any]:
     """Facts about a folder, a file or a repository of the Hub, by name, ready for JSON.
 
     `tensors`: a pattern (* and ?) of names; those that fit are listed too. `kind` says what it is;
-    where that is a checkpoint which cannot be converted, `refused` says why. Raises CheckpointError
-    where it is nothing known or damaged, OutputError for a damaged output, UnavailableError where
+    if that is a checkpoint which cannot be converted, `refused` says why. Raises CheckpointError
+    if it is nothing known or damaged, OutputError for a damaged output, UnavailableError if
     the Hub cannot be asked.
     """
     name = hub_name(str(source))
@@ -83,7 +83,7 @@ def _listed(found: dict[str, SourceTensor], pattern: str | None) -> dict[str, An
 
 
 def _tensors_in(folder: Path) -> dict[str, SourceTensor]:
-    """Of a checkpoint those that its index names, else of every safetensors file in a folder."""
+    """Those that a checkpoint's index names; in another folder those of every safetensors file."""
     if (folder / CONFIG_NAME).exists() and not (folder / MANIFEST_NAME).exists():
         with suppress(KconvertError):  # a drafter has no index
             return read_checkpoint(folder).tensors
@@ -91,7 +91,7 @@ def _tensors_in(folder: Path) -> dict[str, SourceTensor]:
 
 
 def _tensors_of(files: list[Path], folder: Path) -> dict[str, SourceTensor]:
-    """By name, and where several ranks have one of that name, with its file before it."""
+    """By name, and if several ranks have one of that name, with its file before it."""
     found: dict[str, SourceTensor] = {}
     for file in files:
         shard = file.relative_to(folder).as_posix()
@@ -160,7 +160,7 @@ def _output(path: Path) -> dict[str, Any]:
 
 
 def _dims(path: Path) -> ModelDims | None:
-    """Of an output's config.json, which may be wanting."""
+    """The sizes in an output's config.json, which may be missing."""
     with suppress(KconvertError):
         return read_family(read_json(path / CONFIG_NAME)).dims
     return None

@@ -19,10 +19,10 @@ from kconvert.layouts.stored.expert import refuse_changed
 def link_finished(
     plan: Plan, source: Source, workspace: publish.OwnedWorkspace, workers: int, meter: Meter
 ) -> frozenset[str]:
-    """Publish a link of every file of `plan` that the source has as it is to be, where the file
+    """Publish a link of every file of `plan` that the source has as it is to be, if the file
     system can, and return their paths. Each is read once, and compared with its digests.
 
-    Raises CheckpointError where one was changed.
+    Raises CheckpointError if one was changed.
     """
     staged: list[tuple[PlannedFile, Path, Path]] = []
     for file in plan.files:

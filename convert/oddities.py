@@ -1,7 +1,8 @@
 """What looks odd in an expert: sound files may have it, damaged ones do."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,8 +13,9 @@ from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.scan import all_one_code, scan_scales
 
 
-class Oddity(NamedTuple):
-    """Of a tensor: scales that are zero, one code everywhere, or scales that a cast rounded."""
+@dataclass(frozen=True)
+class Oddity:
+    """A tensor has scales that are zero, one code everywhere, or scales that a cast rounded."""
 
     kind: Literal["zero", "uniform", "rounded"]
     tensor: str

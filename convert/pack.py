@@ -92,7 +92,7 @@ class Packer:
         name, shape = tensor.source.tensor.name, tensor.blob.shape[1:]
         out = self._scratch.take(name, shape, NUMPY_BITS[tensor.blob.dtype])
         expert.fill(tensor.source, self._layout, out)
-        return memoryview(out).cast("B")
+        return out.data.cast("B")
 
 
 def task_count(job: Job) -> int:

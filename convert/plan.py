@@ -15,10 +15,11 @@ from kconvert.convert.share import Share
 from kconvert.layouts import blob
 from kconvert.layouts.blob import BlobInfo, BlobTensor, Sharding
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.errors import CheckpointError, OptionError
 from kconvert.layouts.experts import W13_ROWS, stacked_tensors
 from kconvert.layouts.families.family import Family
 from kconvert.layouts.formats.format import Format, QuantizedMatrix
+from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.model import VISION, Group, Model, layer_name, layer_numbers, ranges
 from kconvert.layouts.quantization import Role
@@ -38,7 +39,7 @@ class Target(NamedTuple):
 
     layout: Layout
     parallelism: Parallelism
-    repo: str | None = None  # Hub repo and commit, where the source is one
+    repo: str | None = None  # Hub repo and commit, if the source is one
     commit: str | None = None
     scale_dtype: str | None = None  # what scales are cast to; None: kept
 
@@ -220,7 +221,7 @@ def _rank_file(
             dtype=dtype,
             shape=shape,
             offset=0,
-            nbytes=math.prod(shape) * blob.DTYPE_BYTES[dtype],
+            nbytes=math.prod(shape) * DTYPE_BYTES[dtype],
             experts=len(experts),
         )
         tensors.append(PlannedTensor(stored, cut))
@@ -245,8 +246,8 @@ def _rank_file(
 
 
 class _Dtypes(NamedTuple):
-    """Of a group's experts: the dtype of each stacked tensor, and what each companion had that is
-    not kept as it is."""
+    """The dtype of each stacked tensor of a group's experts, and that of each companion that is not
+    kept as it is."""
 
     stacked: dict[Role, str]
     dropped: dict[str, str]
@@ -337,6 +338,4 @@ def _paths_of_absent(group: Group, dims: ModelDims, parallelism: Parallelism) ->
 def _check_selection(option: str, numbers: Collection[int] | None, known: range) -> None:
     wrong = sorted(set(numbers or ()) - set(known))
     if wrong or (numbers is not None and not numbers):
-        raise UnsupportedError(
-            f"{option} {ranges(wrong)}: there are {known.start} to {known.stop - 1}."
-        )
+        raise OptionError(f"{option} {ranges(wrong)}: there are {known.start} to {known.stop - 1}.")

@@ -40,12 +40,12 @@ class PlannedFile:
 
     @property
     def rank(self) -> int | None:
-        """Whose it is; None where it is common."""
+        """Whose it is; None if it is common."""
         return self.info.sharding.rank if self.info and self.info.sharding else None
 
     @property
     def fingerprint(self) -> str:
-        """Of a blob."""
+        """A blob's."""
         assert self.info is not None
         return self.info.fingerprint
 

@@ -17,10 +17,18 @@ from kconvert.convert.output.state import OutputState
 from kconvert.convert.plan import Plan, Target, make_plan
 from kconvert.convert.progress import Work
 from kconvert.convert.share import Share
-from kconvert.convert.source import COMMIT, HubName, Source, hub_name, open_hub, open_local
+from kconvert.convert.source import (
+    COMMIT,
+    HubName,
+    Source,
+    hub_name,
+    open_hub,
+    open_local,
+    revision_of,
+)
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint
-from kconvert.layouts.errors import OutputError, UnsupportedError
+from kconvert.layouts.errors import OptionError, OutputError
 from kconvert.layouts.families.config_keys import UnknownKey, mention_of, warnings_of
 from kconvert.layouts.families.known import unknown_config_keys
 from kconvert.layouts.header import refuse_lfs_pointer
@@ -30,7 +38,7 @@ from kconvert.layouts.sharding import Parallelism
 
 TOKENIZERS = ("tiktoken.model", "tokenizer.json", "tokenizer.model")
 MAX_WORKERS = 16  # more are not fed by one file system
-BUFFER_BYTES = 1 << 30  # for all workers together, where their number is not asked for
+BUFFER_BYTES = 1 << 30  # for all workers together, if their number is not asked for
 
 
 @dataclass(frozen=True)
@@ -160,9 +168,9 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
     """
     output = Path(output)
     if options.share and options.overwrite:
-        raise UnsupportedError(
-            "--overwrite is nothing for a share (--share, or what a launcher has set): none knows"
-            " what the others have replaced; delete the old output first."
+        raise OptionError(
+            "--overwrite cannot be given to a share (--share, or what a launcher has set): no share"
+            " knows what the others have replaced; delete the old output first."
         )
     layout_named(options.layout)  # before anything is fetched
     with without_collection():
@@ -227,13 +235,13 @@ def _ignored(checkpoint: Checkpoint, model: Model, unknown: list[UnknownKey]) ->
 
 
 def _scale_dtype(asked: str | None, model: Model) -> str | None:
-    """The safetensors dtype that scales are cast to; UnsupportedError where that is not done."""
+    """The safetensors dtype that scales are cast to; UnsupportedError if that is not done."""
     if asked is None:
         return None
     if asked != "bfloat16":
-        raise UnsupportedError(f"--scale-dtype {asked}: scales are cast to bfloat16 or kept.")
+        raise OptionError(f"--scale-dtype {asked}: scales are cast to bfloat16 or kept.")
     if model.dims.quantization.scheme == "mxfp4":
-        raise UnsupportedError(
+        raise OptionError(
             "--scale-dtype bfloat16: MXFP4's scales are powers of two in a byte, and stay so."
         )
     return "BF16"
@@ -246,7 +254,7 @@ def _no_tokenizer(checkpoint: Checkpoint) -> list[str]:
 
 
 def _small_files(source: Source) -> dict[str, bytes]:
-    """The small files' contents. Raises CheckpointError where one only stands for another."""
+    """The small files' contents. Raises CheckpointError if one only stands for another."""
     contents = {}
     for name in source.checkpoint.small_files:
         contents[name] = read_file(source.path(name))
@@ -257,13 +265,9 @@ def _small_files(source: Source) -> dict[str, bytes]:
 def _named(source: str, options: Options) -> tuple[HubName | None, Options]:
     """The repository that `source` names, and the options with its revision; None: a path."""
     name = hub_name(source)
-    if name is None or name.revision is None:
+    if name is None:
         return name, options
-    if options.revision not in (None, name.revision):
-        raise UnsupportedError(
-            f"{source} and --revision {options.revision} are two revisions: give one."
-        )
-    return name, replace(options, revision=name.revision)
+    return name, replace(options, revision=revision_of(name, options.revision))
 
 
 def _open(source: HubName | Path, output: Path, options: Options) -> Source:
@@ -271,7 +275,7 @@ def _open(source: HubName | Path, output: Path, options: Options) -> Source:
     if isinstance(source, Path):
         hub_only = options.revision or options.cache_dir or options.keep_shards
         if hub_only and source.is_dir():
-            raise UnsupportedError(
+            raise OptionError(
                 f"{source} is a folder here: --revision, --cache-dir and --keep-shards are for a"
                 " repository of the Hub."
             )
@@ -292,7 +296,7 @@ def _begun_at(output: Path, repo: str, revision: str | None) -> str | None:
 
 
 def with_current_state(prepared: Prepared) -> Prepared:
-    """With what the output holds now; refused where this run must not go on."""
+    """With what the output holds now; refused if this run must not go on."""
     now = state.read_state(prepared.output, prepared.plan, prepared.small_files)
     state.refuse_missing(prepared.plan, now)
     state.refuse_conflicts(now, prepared.options.overwrite)

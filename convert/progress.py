@@ -184,7 +184,7 @@ def status_line(
 
 
 def rate(bytes_per_second: float) -> str:
-    """0.20 GB/s, or 5.0 MB/s where that would be 0.00."""
+    """0.20 GB/s, or 5.0 MB/s if that would be 0.00."""
     if bytes_per_second >= 1e8:
         return f"{bytes_per_second / 1e9:.2f} GB/s"
     return f"{bytes_per_second / 1e6:.1f} MB/s"

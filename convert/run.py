@@ -10,7 +10,7 @@ from kconvert.convert.output.disk import sync_folder
 from kconvert.convert.output.outline import OUTLINE_NAME, Outline, read_outline
 from kconvert.convert.prepare import Prepared, with_current_state
 from kconvert.convert.progress import Meter, Stage
-from kconvert.layouts.errors import OutputError
+from kconvert.layouts.errors import OutputError, UnfinishedOutputError
 from kconvert.layouts.manifest import (
     MANIFEST_NAME,
     WORK_FOLDER,
@@ -49,7 +49,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
     """Carry out a prepared conversion; `meter` sees how far it is.
 
     Raises UnavailableError for lack of space or another run, CheckpointError for faults in the
-    data, OutputError where something came into the output meanwhile.
+    data, OutputError if something came into the output meanwhile.
     """
     output, meter = prepared.output, meter or Meter()
     with publish.working_in(prepared.workspace) as workspace:
@@ -97,7 +97,7 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
 
 def _outline(prepared: Prepared) -> Outline:
     """With what is to be removed: it must be known after an interruption too, when the manifest
-    that tells of it is gone. And vision may also be wanting because it was left out of what is
+    that tells of it is gone. And vision may also be missing because it was left out of what is
     complete without it."""
     before, outline, replaced = (
         _manifest_there(prepared.output),
@@ -116,7 +116,7 @@ def _outline(prepared: Prepared) -> Outline:
 def finish(output: Path) -> Manifest:
     """Write the manifest of an output that the shares of several runs have made.
 
-    Raises OutputError where something is wanting, UnavailableError where a run is at work.
+    Raises OutputError if something is missing, UnavailableError if a run is at work.
     """
     before = _manifest_there(output)
     begun = (output / WORK_FOLDER / OUTLINE_NAME).exists()  # a run that did not end
@@ -132,7 +132,7 @@ def finish(output: Path) -> Manifest:
             )
         missing = [*outline.missing_blobs(output), *outline.missing_small_files(output)]
         if missing:
-            raise OutputError(
+            raise UnfinishedOutputError(
                 f"{output} lacks {missing[0]}"
                 + (f" and {len(missing) - 1} other files" if missing[1:] else "")
                 + ": run the shares that have not ended once more."

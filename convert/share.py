@@ -2,16 +2,17 @@
 
 import re
 from collections.abc import Mapping
-from typing import NamedTuple
+from dataclasses import dataclass
 
-from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.errors import OptionError, UnsupportedError
 
 # A launcher's own names for "which of how many": torchrun and most others, and Slurm's srun.
 # SLURM_NTASKS will not do: a batch script has it, with SLURM_PROCID 0, and runs once.
 _LAUNCHERS = (("RANK", "WORLD_SIZE"), ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS"))
 
 
-class Share(NamedTuple):
+@dataclass(frozen=True)
+class Share:
     """Share `index` of `count`: every count-th layer, and of share 0 also what is no layer."""
 
     index: int
@@ -31,7 +32,7 @@ def parse_share(text: str) -> Share | None:
     """I/N → the share, None for 0/1, which is all; UnsupportedError for anything else."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if not match or int(match[1]) >= int(match[2]):
-        raise UnsupportedError(f"share {text!r} is not like 0/4: one of N, counted from 0.")
+        raise OptionError(f"share {text!r} is not like 0/4: one of N, counted from 0.")
     share = Share(int(match[1]), int(match[2]))
     return share if share.count > 1 else None
 
@@ -43,7 +44,7 @@ def share_of_launcher(environment: Mapping[str, str]) -> Share | None:
             try:
                 return parse_share(f"{environment[index]}/{environment[count]}")
             except UnsupportedError:
-                raise UnsupportedError(
+                raise OptionError(
                     f"{index}={environment[index]} and {count}={environment[count]} in the"
                     " environment are no share of several: give --share I/N, or 0/1 for all."
                 ) from None

@@ -1,6 +1,6 @@
 """Blobs: safetensors files whose large tensors start on a page, with a digest for every tensor.
 
-Order (DESIGN.md, Blobs): tensors of whole pages first, in the order the runtime reads them, then
+Order (FORMAT.md): tensors of whole pages first, in the order the runtime reads them, then
 the rest, wider dtype first; the header is padded with spaces so that data starts at a page. The
 metadata holds "format": "pt" and one JSON string "kconvert" (`BlobInfo`). Digests have a fixed
 width, so a header's size is known before its digests are.
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import xxhash
 
-from kconvert.layouts.errors import OutputError
+from kconvert.layouts.errors import NewerFormatError, OutputError
 from kconvert.layouts.experts import W13_ROWS
 from kconvert.layouts.header import DTYPE_BYTES, Header, read_header
 from kconvert.layouts.quantization import SCHEMES, Quantization
@@ -54,7 +54,7 @@ class Sharding:
     dropped: dict[str, str]  # companions of the source that are not kept → their dtype
 
     def read_quantization(self) -> Quantization:
-        """`quantization` without its scale dtype; OutputError where it is one of a later writer."""
+        """`quantization` without its scale dtype; OutputError if it is one of a later writer."""
         table = {key: value for key, value in self.quantization.items() if key != "scale_dtype"}
         fields = set(Quantization._fields)
         if table.get("scheme") not in SCHEMES or not fields - {"bias"} <= table.keys() <= fields:
@@ -91,7 +91,7 @@ class BlobInfo:
 
 
 def described(quantization: Quantization, scale_dtype: str) -> dict[str, Any]:
-    """A quantization as a blob states it; `bias` only where there are some."""
+    """A quantization as a blob states it; `bias` only if there are some."""
     q = quantization
     return {
         "scheme": q.scheme, "group_size": q.group_size, "bits": q.bits,
@@ -163,19 +163,19 @@ def digest_of_experts(digests: Iterable[str]) -> str:
 def read_blob(path: Path) -> tuple[Header, BlobInfo]:
     """Header and metadata of the blob at `path`.
 
-    Raises CheckpointError where it is no sound safetensors file, OutputError where it is not ours.
+    Raises CheckpointError if it is no sound safetensors file, OutputError if it is not ours.
     """
     header = read_header(path)
     return header, blob_info(header, str(path))
 
 
 def blob_info(header: Header, file: str) -> BlobInfo:
-    """The `kconvert` metadata of a blob's header; OutputError where it is absent, malformed or of
+    """The `kconvert` metadata of a blob's header; OutputError if it is absent, malformed or of
     a later format."""
     try:
         table = json.loads(header.metadata["kconvert"])
         if type(table["format"]) is int and table["format"] > FORMAT_VERSION:
-            raise OutputError(
+            raise NewerFormatError(
                 f"{file} has format {table['format']}, this version reads up to {FORMAT_VERSION}:"
                 " use the version that wrote it, or convert again."
             )

@@ -4,12 +4,12 @@ No weight is read. Everything hostile or broken is refused here, in one sentence
 compiler and the validator work on facts.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, MissingFileError
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import Header, decode_json, read_header, refuse_lfs_pointer
 
@@ -81,7 +81,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
 
 def assemble(
     folder: Path,
-    files: dict[str, int | None],
+    files: Mapping[str, int | None],
     read_headers: Callable[[list[str]], dict[str, Header]],
 ) -> Checkpoint:
     """Inventory of the checkpoint whose `files` have so many bytes (None: not a file).
@@ -96,7 +96,7 @@ def assemble(
     wanted = sorted(set(weight_map.values())) if weight_map else _only_shard(folder, files)
     sizes = {name: size for name in wanted if (size := files.get(name)) is not None}
     if not sizes:
-        raise CheckpointError(f"{folder} holds none of the {len(wanted)} shards its index names.")
+        raise MissingFileError(f"{folder} holds none of the {len(wanted)} shards its index names.")
     headers = read_headers(list(sizes))
     tensors, absent, unindexed = take_inventory(weight_map, headers)
     small, skipped = _sort_files(folder, files, set(wanted))
@@ -124,14 +124,13 @@ def take_inventory(
     shard for those that the index does not place there (they are ignored).
     """
     tensors: dict[str, SourceTensor] = {}
-    absent: dict[str, str] = {}
     if weight_map is None:
         weight_map = {name: shard for shard, header in headers.items() for name in header.tensors}
+    absent = {name: shard for name, shard in weight_map.items() if shard not in headers}
     placed = dict.fromkeys(headers, 0)
     entries = {shard: header.tensors for shard, header in headers.items()}
     for name, shard in weight_map.items():
         if shard not in entries:
-            absent[name] = shard
             continue
         entry = entries[shard].get(name)
         if entry is None:
@@ -166,9 +165,9 @@ def _of_unindexed(unindexed: dict[str, str]) -> list[str]:
 def read_json(path: Path) -> dict[str, Any]:
     """The JSON object in `path`; CheckpointError when it is absent, no UTF-8 or no object."""
     if not path.is_file():
-        raise CheckpointError(f"{path} is missing: {path.parent} is not a whole checkpoint.")
+        raise MissingFileError(f"{path} is missing: {path.parent} is not a whole checkpoint.")
     if path.stat().st_size > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes: no JSON file is so large.")
+        raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes, too large for JSON.")
     raw = path.read_bytes()
     refuse_lfs_pointer(path, raw)
     try:
@@ -181,7 +180,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_index(folder: Path, files: Collection[str]) -> dict[str, str] | None:
-    """tensor → shard name of the folder's index; None where there is no index."""
+    """tensor → shard name of the folder's index; None if there is no index."""
     if INDEX_NAME not in files:
         return None
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")

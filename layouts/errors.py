@@ -1,10 +1,12 @@
-"""What a user is told. What can go wrong that a user caused or can mend: one class a kind, each
-also the builtin it is; and what is waited for.
+"""What a user is told: what can go wrong that a user caused or can mend, and what is waited for.
 
-`str(error)` is one sentence that names file, tensor, expected and found, and what to do.
-The command line maps each class to an exit code (`convert/cli/common.py`).
+Four classes say whose fault it is: the source's, the request's, the output's, the machine's. Those
+derived from them say what a program may want to handle by itself. Each class is also the builtin
+that it specialises. `str(error)` is one sentence that names file, tensor, expected and found, and
+what to do. The command line maps the classes to exit codes (`EXIT_CODES` in convert/cli/common.py).
 """
 
+import errno
 import logging
 import threading
 from collections.abc import Iterator
@@ -42,21 +44,78 @@ class CheckpointError(KconvertError, ValueError):
     """The source is damaged, incomplete or contradicts itself."""
 
 
+class MissingFileError(CheckpointError, FileNotFoundError):
+    """A file that is needed is not there: get it, or choose layers that do without."""
+
+
+class TruncatedFileError(CheckpointError, EOFError):
+    """A file ends before what its header says: download it again."""
+
+
+class ChangedFileError(CheckpointError):
+    """A file's bytes are not those that its digest, its hash or an earlier look says."""
+
+
 class UnsupportedError(KconvertError, ValueError):
     """The source or the options are sound but nothing here can carry them out."""
+
+
+class OptionError(UnsupportedError):
+    """An option has a value that cannot be, or cannot be for this model: another may do."""
 
 
 class OutputError(KconvertError, ValueError):
     """The output folder holds something this run must not touch, or is not an output at all."""
 
 
+class UnfinishedOutputError(OutputError, FileNotFoundError):
+    """The folder is no output, or not a finished one: run the conversion (again)."""
+
+
+class OccupiedOutputError(OutputError, FileExistsError):
+    """The folder holds something else: choose another, or replace what is there."""
+
+
+class NewerFormatError(OutputError):
+    """A later version wrote it: use that one."""
+
+
 class UnavailableError(KconvertError, OSError):
-    """Disk, permission or another run stands in the way; the same command may work later."""
+    """Disk, network, permission or another run stands in the way; the same command may work
+    later."""
+
+
+class NoSpaceError(UnavailableError):
+    """A disk has too little room; `errno` is ENOSPC."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        self.errno = errno.ENOSPC
+
+
+class LockedOutputError(UnavailableError, BlockingIOError):
+    """Another run is at work in the output: wait for it to end."""
+
+
+class HubError(UnavailableError, ConnectionError):
+    """The Hub cannot be reached, or does not give what it should."""
+
+
+class AccessError(UnavailableError, PermissionError):
+    """The Hub wants a token that may read the repository."""
+
+
+class LostProcessError(UnavailableError, ChildProcessError):
+    """A worker or another rank has ended before its work was done."""
+
+
+class DeviceMemoryError(UnavailableError, MemoryError):
+    """The GPU's memory is too small, or used up."""
 
 
 @contextmanager
 def said_if_slow(sentence: str, seconds: float = 1.0) -> Iterator[None]:
-    """Log `sentence` as a warning, which goes to stderr, where the block takes longer."""
+    """Log `sentence` as a warning, which goes to stderr, if the block takes longer."""
     timer = threading.Timer(seconds, _log.warning, ["%s", sentence])
     timer.daemon = True
     timer.start()

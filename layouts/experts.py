@@ -96,5 +96,5 @@ def stacked(matrix: Matrix, role: Role) -> StackedTensor:
 
 
 def stacked_by_name(name: str) -> StackedTensor:
-    """The tensor called `name` in a blob; KeyError where a rank's blob has none such."""
+    """The tensor called `name` in a blob; KeyError if a rank's blob has none."""
     return _BY_NAME[name.rpartition(".")[2]]

@@ -1,11 +1,12 @@
 """A config.json's fields, checked: sizes, counts and numbers, each refused by name."""
 
 import json
-from typing import Any
+from typing import Any, TypeVar
 
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 
 CONFIG_NAME = "config.json"
+D = TypeVar("D", bound=bool | None)
 ANY = object()  # in a table of fields: whatever the value is
 
 
@@ -28,15 +29,15 @@ def positive(config: dict[str, Any], key: str, most: int = 1 << 31) -> int:
 
 
 def natural(config: dict[str, Any], key: str, default: int, most: int = 1 << 31) -> int:
-    """config[key], a count of 0 to `most`, or `default` where it is absent or null."""
+    """config[key], a count of 0 to `most`, or `default` if it is absent or null."""
     value = config.get(key)
     if value is None:
         return default
     return 0 if value == 0 and type(value) is int else positive(config, key, most)
 
 
-def flag(config: dict[str, Any], key: str, default: bool) -> bool:
-    """config[key], true or false, or `default` where it is absent or null."""
+def flag(config: dict[str, Any], key: str, default: D) -> bool | D:
+    """config[key], true or false, or `default` if it is absent or null."""
     value = config.get(key)
     if value is None:
         return default
@@ -52,11 +53,11 @@ def real(
     least: float = 1e-30,
     most: float = 1e30,
 ) -> float:
-    """config[key], a number of `least` to `most`, or `default` where it is absent or null."""
+    """config[key], a number of `least` to `most`, or `default` if it is absent or null."""
     value = config.get(key)
     if value is None and default is not None:
         return default
-    if type(value) not in (int, float) or not least <= value <= most:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
         raise CheckpointError(
             f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number of {least:g} to {most:g}."
         )
@@ -67,7 +68,7 @@ def check_fields(where: str, table: Any, fields: dict[str, Any]) -> None:
     """Check that `table`, found in config.json at `where`, has no fields but those of `fields`,
     which maps each to the values that can be carried out, or to ANY.
 
-    Raises CheckpointError where it is no object, UnsupportedError naming the field otherwise.
+    Raises CheckpointError if it is no object, UnsupportedError naming the field otherwise.
     """
     if not isinstance(table, dict):
         raise CheckpointError(f"{CONFIG_NAME}: {where} is not an object.")

@@ -8,13 +8,14 @@ silent (duplicate keys) and plainer where it misnames a fault (LFS pointers, tru
 import json
 import os
 import stat
+from collections import Counter
 from collections.abc import Callable, Iterable
 from math import prod
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import CheckpointError, TruncatedFileError
 
 # Bytes an element, widest last: safetensors writes wider dtypes first, in this order reversed.
 DTYPE_BYTES = {
@@ -53,7 +54,7 @@ class Header(NamedTuple):
 def read_header(path: Path) -> Header:
     """Read and check the header of the safetensors file at `path`; its data is not read.
 
-    Raises CheckpointError naming the file and, where there is one, the tensor at fault;
+    Raises CheckpointError naming the file and, if there is one, the tensor at fault;
     OSError as the system gives it.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # or a pipe would keep us waiting
@@ -69,14 +70,14 @@ def read_header(path: Path) -> Header:
 def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Header:
     """The checked header of a file of `size` bytes, of which `read_first(n)` gives the first n.
 
-    Raises CheckpointError, where it starts like no safetensors file or as `parse_header` does.
+    Raises CheckpointError, if it starts like no safetensors file or as `parse_header` does.
     """
     first = read_first(64)
     if size == 0:
-        raise CheckpointError(f"{file} is empty: download it again.")
+        raise TruncatedFileError(f"{file} is empty: download it again.")
     refuse_lfs_pointer(file, first)
     if size < 8:
-        raise CheckpointError(
+        raise TruncatedFileError(
             f"{file} is truncated: {size} bytes found, at least 8 expected; download it again."
         )
     length = int.from_bytes(first[:8], "little")
@@ -123,7 +124,7 @@ def shard_header(tensors: Iterable[Described]) -> bytes:
 
 
 def refuse_lfs_pointer(file: Path | str, first: bytes) -> None:
-    """Raise CheckpointError where a file that begins with `first` only stands for another."""
+    """Raise CheckpointError if a file that begins with `first` only stands for another."""
     if first.startswith(_LFS_POINTER):
         raise CheckpointError(
             f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`."
@@ -135,7 +136,7 @@ def decode_json(
     hook: Callable[[list[tuple[str, object]]], object] | None = None,
     parse_float: Callable[[str], object] = float,
 ) -> Any:
-    """The value in `raw`; ValueError or RecursionError where it is none that can be read."""
+    """The value in `raw`; ValueError or RecursionError if it is none that can be read."""
     if raw.count(b"{") + raw.count(b"[") > _MAX_TABLES:
         raise ValueError(f"more than {_MAX_TABLES:,} objects and lists")
     return json.loads(raw.decode("utf-8"), object_pairs_hook=hook, parse_float=parse_float)
@@ -175,8 +176,9 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
             )
         expected += tensor.nbytes
     if expected != file_size:
-        kind = "truncated" if file_size < expected else "too long"
-        raise CheckpointError(
+        short = file_size < expected
+        kind = "truncated" if short else "too long"
+        raise (TruncatedFileError if short else CheckpointError)(
             f"{file} is {kind}: {file_size:,} bytes found, {expected:,} expected from its header;"
             " download it again."
         )
@@ -186,8 +188,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
+        twice = next(key for key, count in Counter(k for k, _ in pairs).items() if count > 1)
         raise ValueError(f"key {twice!r} stands there twice")
     return table
 

@@ -23,7 +23,7 @@ class Layout(ABC):
     version: ClassVar[int] = 1  # of the bytes: it rises when they change, and fingerprints with it
 
     def __init__(self, quantization: Quantization) -> None:
-        """Raises UnsupportedError where this layout has no order for such codes."""
+        """Raises UnsupportedError if this layout has no order for such codes."""
         if (quantization.scheme, quantization.bits, quantization.zero_point) not in _KINDS:
             raise UnsupportedError(
                 f"layout {self.name} has no order for {quantization.text}: known are INT4 and INT8,"
@@ -61,5 +61,5 @@ class Layout(ABC):
         """What `pack_into` made, back in plain order."""
 
     def restore(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
-        """The same as `unpack`, where it matters that it is quick and nothing is to be proven."""
+        """The same as `unpack`, if it matters that it is quick and nothing is to be proven."""
         return self.unpack(role, packed)

@@ -7,7 +7,12 @@ from typing import Any
 
 from kconvert.layouts.blob import FORMAT_VERSION, digest
 from kconvert.layouts.checkpoint import read_json
-from kconvert.layouts.errors import CheckpointError, OutputError
+from kconvert.layouts.errors import (
+    CheckpointError,
+    NewerFormatError,
+    OutputError,
+    UnfinishedOutputError,
+)
 from kconvert.layouts.sharding import MOST
 
 MANIFEST_NAME = "kconvert.json"
@@ -49,10 +54,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(output: Path) -> Manifest:
-    """The manifest of the folder `output`; OutputError where there is none or it was changed."""
+    """The manifest of the folder `output`; OutputError if there is none or it was changed."""
     path = output / MANIFEST_NAME
     if not path.is_file():
-        raise OutputError(
+        raise UnfinishedOutputError(
             f"{output} has no {MANIFEST_NAME}: it is not a finished output of `kconvert convert`;"
             " run the conversion (again) to finish it."
         )
@@ -63,7 +68,7 @@ def read_manifest(output: Path) -> Manifest:
     try:
         own, version = table.pop("digest"), table["format"]
         if type(version) is int and version > FORMAT_VERSION:
-            raise OutputError(
+            raise NewerFormatError(
                 f"{path} has format {version}, this version reads up to {FORMAT_VERSION}: use the"
                 " version that wrote it, or convert again."
             )
@@ -83,7 +88,8 @@ def read_manifest(output: Path) -> Manifest:
 def _flat(record: FileEntry | Manifest) -> dict[str, Any]:
     """A record's fields, and beside them what its reader did not know."""
     table = dict(vars(record))
-    return table | table.pop("unknown")
+    unknown: dict[str, Any] = table.pop("unknown")
+    return table | unknown
 
 
 def _known(kind: type[FileEntry | Manifest], table: dict[str, Any]) -> dict[str, Any]:

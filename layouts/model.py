@@ -63,12 +63,12 @@ class Group:
         return Identity(_identity(self.whole, contents), _identity(experts, contents))
 
     def digest_of(self, tensor: SourceTensor) -> str | None:
-        """The digest that a whole tensor must have, where it is known beforehand."""
+        """The digest that a whole tensor must have, if it is known beforehand."""
         return None
 
 
 def _identity(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
-    """Of which shard's content, from which byte on, each."""
+    """The digest of a line a tensor: its shard's content, and the byte where it begins."""
     return digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
@@ -100,8 +100,8 @@ def layer_numbers(names: Iterable[str]) -> list[int]:
 def read_model(checkpoint: Checkpoint) -> Model:
     """Sort and check every tensor of `checkpoint`.
 
-    Raises CheckpointError where tensors are missing or disagree with the config, UnsupportedError
-    where a name has no rule or the quantization is another.
+    Raises CheckpointError if tensors are missing or disagree with the config, UnsupportedError
+    if a name has no rule or the quantization is another.
     """
     family = read_family(checkpoint.config)
     dims = family.dims
@@ -163,9 +163,9 @@ def read_model(checkpoint: Checkpoint) -> Model:
             tuple(_experts(checkpoint.tensors, base, family)) if name in experts else (),
             base,
         )
-    for group in groups.values():
-        if not group.absent and _placed(group, family) != here[group.name]:
-            raise _unplaced(checkpoint, family, group)
+    for sorted_group in groups.values():
+        if not sorted_group.absent and _placed(sorted_group, family) != here[sorted_group.name]:
+            raise _unplaced(checkpoint, family, sorted_group)
     prefix = name_prefix(stated[OUTER])
     for name in [*map(layer_name, sorted(layers)), OUTER]:
         _check_stated(checkpoint, family, name, prefix, stated[name], bases.get(name, ""))
@@ -188,27 +188,29 @@ class _Run(NamedTuple):
 
 
 def _runs_of_experts(names: Mapping[str, str], family: Family) -> tuple[list[_Run], list[str]]:
-    """Of tensors and their shards the experts', layer by layer, and the names of all others.
+    """The experts among tensors and their shards, layer by layer, and the names of all others.
 
     Nearly all names are experts', and most layers' end in the same: such a layer is looked at as
-    one. Where a single name is odd, its layer's are all among the others.
+    one. If a single name is odd, all of its layer's are among the others.
     """
-    by_base: dict[str, tuple[list[str], set[str]]] = defaultdict(lambda: ([], set()))
+    by_prefix: dict[str, tuple[list[str], set[str]]] = defaultdict(lambda: ([], set()))
     runs, others = [], []
+    prefix = ""
     for name, shard in names.items():
-        base, found, end = name.partition(EXPERTS)
-        if found:
-            ends, shards = by_base[base]
-            ends.append(end)
-            shards.add(shard)
-        else:
-            others.append(name)
+        if not prefix or not name.startswith(prefix):  # most begin as the one before
+            base, found, _ = name.partition(EXPERTS)
+            if not found:
+                others.append(name)
+                continue
+            prefix = base + found
+            ends, shards = by_prefix[prefix]
+        ends.append(name[len(prefix) :])
+        shards.add(shard)
     numbers = {str(expert): expert for expert in range(family.dims.experts)}
     members = _members(family)
     alike: frozenset[str] = frozenset()
     experts: set[int] = set()
-    for base, (ends, shards) in by_base.items():
-        prefix = f"{base}{EXPERTS}"
+    for prefix, (ends, shards) in by_prefix.items():
         where = family.locate(prefix + ends[0])
         known = len(ends) == len(alike) and alike.issuperset(ends)
         if not known:
@@ -282,7 +284,7 @@ def _group_of(where: Location) -> str:
 
 
 def _reading_order(item: tuple[int, SourceTensor]) -> tuple[int, str]:
-    """By name where nothing else is known: the output must not depend on the source's order."""
+    """By name if nothing else is known: the output must not depend on the source's order."""
     order, tensor = item
     return order, tensor.name
 
@@ -334,7 +336,7 @@ def _fused_experts(
 
 
 def _check_scheme(checkpoint: Checkpoint, family: Family, experts: Mapping[str, set[int]]) -> None:
-    """Of an architecture that is not known at least the experts must be."""
+    """If the architecture is not known, the experts must be."""
     if experts or family.dims.dense is not None:
         return
     names = [*checkpoint.tensors, *checkpoint.absent]
@@ -363,7 +365,7 @@ def _check_layers(layers: set[int], dims: ModelDims) -> None:
 def _check_experts(group: str, found: set[int], dims: ModelDims) -> None:
     layer = next(iter(layer_numbers([group])), None)
     is_moe = False if layer is None else dims.is_moe(layer)
-    if is_moe is None:  # where there are some, there are all
+    if is_moe is None:  # if there are some, there are all
         is_moe = bool(found)
     expected = dims.experts if is_moe else 0
     if len(found) == expected and max(found, default=-1) == expected - 1:
@@ -383,7 +385,7 @@ def groups_text(names: Iterable[str]) -> str:
 
 
 def ranges(numbers: Iterable[int]) -> str:
-    """Sorted numbers as a user writes them: 0-3,60; "none" where there are none."""
+    """Sorted numbers as a user writes them: 0-3,60; "none" if there are none."""
     spans: list[list[int]] = []
     for number in numbers:
         if spans and number == spans[-1][1] + 1:

@@ -1,5 +1,5 @@
 """The one way to compile with numba: no compiler at install, and once a machine (numba's own cache,
-which falls back to the user's cache folder where the install folder is read-only)."""
+which falls back to the user's cache folder if the install folder is read-only)."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,7 +8,7 @@ import numba
 
 
 def jit(function: Callable[..., Any], **options: Any) -> Any:
-    """Compile with numba at first call, without the GIL, cached on disk where that is possible."""
+    """Compile with numba at first call, without the GIL, cached on disk if that is possible."""
     try:
         return numba.njit(nogil=True, cache=True, **options)(function)
     except RuntimeError:  # no folder anywhere that numba could write its cache to

@@ -48,7 +48,11 @@ class Quantization(NamedTuple):
     def roles(self) -> tuple[Role, ...]:
         """What is stored of a matrix, in this order."""
         roles: list[Role] = ["code", "scale"]
-        return (*roles, *["zero_point"] * self.zero_point, *["bias"] * self.bias)  # type: ignore[return-value]
+        if self.zero_point:
+            roles.append("zero_point")
+        if self.bias:
+            roles.append("bias")
+        return tuple(roles)
 
     def words(self, columns: range) -> range:
         """The words of a row that hold its columns `columns` (whole words)."""
@@ -97,15 +101,21 @@ def integers(
     words: NDArray[np.int32],
     zero_points: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int8]:
-    """Plain words, and zero points where there are any → int8 [N, K], which times `factors` are the
+    """Plain words, and zero points if there are any → int8 [N, K], which times `factors` are the
     weights: c − z, or c − 2^(bits−1); of MXFP4 twice the code's value."""
     codes = unpack_words(words, quantization.bits)
-    if quantization.scheme == "mxfp4":
-        return _TWICE_FP4[codes]
-    if zero_points is None:  # modulo 256, which is right for 8 bits too
-        return (codes - np.uint8(1 << (quantization.bits - 1))).view(np.int8)
+    if zero_points is None or quantization.scheme == "mxfp4":
+        return meaning(quantization, codes)
     points = unpack_zero_points(zero_points).view(np.int8)
     return codes.view(np.int8) - np.repeat(points, codes.shape[1] // points.shape[1], axis=1)
+
+
+def meaning(quantization: Quantization, codes: NDArray[np.uint8]) -> NDArray[np.int8]:
+    """What `integers` makes of codes, zero points aside."""
+    if quantization.scheme == "mxfp4":
+        return _TWICE_FP4[codes]
+    # Modulo 256, which is right for 8 bits too.
+    return (codes - np.uint8(1 << (quantization.bits - 1))).view(np.int8)
 
 
 def factors(quantization: Quantization, scales: NDArray[Any]) -> NDArray[np.float32]:

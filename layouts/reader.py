@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import TruncatedFileError
 
 _ALIGNMENT = 4096
 CHUNK_BYTES = 8 << 20
@@ -28,14 +28,15 @@ class Scratch(threading.local):
         self._buffers: dict[str, NDArray[np.uint8]] = {}
 
     def take(self, role: str, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """An uninitialised C-contiguous array on a page; valid until `role` is taken again."""
+        """An uninitialized C-contiguous array on a page; valid until `role` is taken again."""
         size = int(np.prod(shape)) * np.dtype(dtype).itemsize
         buffer = self._buffers.get(role)
         if buffer is None or buffer.size < size:
             raw = np.empty(size + _ALIGNMENT, np.uint8)
             start = -raw.ctypes.data % _ALIGNMENT
             buffer = self._buffers[role] = raw[start : start + size]
-        return buffer[:size].view(dtype).reshape(shape)
+        array: NDArray[Any] = buffer[:size].view(dtype).reshape(shape)
+        return array
 
 
 def _position(part: tuple[SourceTensor, NDArray[Any]]) -> tuple[str, int, int]:
@@ -56,7 +57,7 @@ class Reader:
 
     def read_into(self, tensor: SourceTensor, out: NDArray[Any]) -> None:
         """Fill the contiguous array `out` with the tensor's bytes."""
-        self._fill(tensor, 0, [memoryview(out).cast("B")])
+        self._fill(tensor, 0, [out.data.cast("B")])
 
     def read_together(self, parts: Iterable[tuple[SourceTensor, NDArray[Any]]]) -> int:
         """Fill each contiguous array with its tensor's bytes; tensors that lie side by side in a
@@ -68,13 +69,13 @@ class Reader:
             if first is None or tensor.shard != first.shard or tensor.start != end:
                 total += self._fill(first, 0, run) if first is not None else 0
                 first, run = tensor, []
-            run.append(memoryview(out).cast("B"))
+            run.append(out.data.cast("B"))
             end = tensor.start + tensor.nbytes
         return total + (self._fill(first, 0, run) if first is not None else 0)
 
     def chunks(self, tensor: SourceTensor, buffer: NDArray[np.uint8]) -> Iterator[memoryview]:
         """The tensor's bytes in order, in pieces that lie in `buffer` until the next is asked."""
-        view = memoryview(buffer)
+        view = buffer.data
         for at in range(0, tensor.nbytes, len(view)):
             piece = view[: min(len(view), tensor.nbytes - at)]
             self._fill(tensor, at, [piece])
@@ -102,7 +103,7 @@ class Reader:
             except OSError as error:  # on an open file it does not say which
                 raise OSError(error.errno, error.strerror, tensor.shard) from None
             if count == 0:
-                raise CheckpointError(
+                raise TruncatedFileError(
                     f"{tensor.shard}, tensor {tensor.name}: the file ended {left:,} bytes"
                     " early; it was cut while it was being read."
                 )

@@ -1,6 +1,6 @@
 """The layouts by name."""
 
-from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.errors import OptionError
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.marlin import Marlin
 from kconvert.layouts.w4a16 import W4A16
@@ -15,5 +15,5 @@ def layout_named(name: str) -> type[Layout]:
     Raises UnsupportedError with the known names otherwise.
     """
     if not isinstance(name, str) or name not in _LAYOUTS:
-        raise UnsupportedError(f"layout {name!r} is unknown; known are {', '.join(NAMES)}.")
+        raise OptionError(f"layout {name!r} is unknown; known are {', '.join(NAMES)}.")
     return _LAYOUTS[name]

@@ -9,7 +9,7 @@ side and draw on the 8 rows (d, h). So for 8 rows × 8 k-tiles, one 64-byte line
    holds k = 2b (and 2b + 8), from the low nibbles in one vector and the high ones in another;
 3. one byte shuffle of those two vectors gives the output line, words ordered (b, d).
 
-Of 8-bit codes row n holds 16 bytes and one `a` has two lines, of b < 2 and of b ≥ 2. 8 rows × 4
+With 8-bit codes row n holds 16 bytes and one `a` has two lines, of b < 2 and of b ≥ 2. 8 rows × 4
 k-tiles are transposed the same way, into two vectors a k-tile, of k < 8 and of k ≥ 8; one byte
 shuffle of the two makes each line, words ordered (b, d, h).
 
@@ -218,7 +218,7 @@ def repack_zero_points(source, word, words, group, out, out_word):  # type: igno
     """Zero points of 8·words rows and out.shape[0] groups into Marlin's order.
 
     source int32 [N/8, G] (plain: a word is 8 rows'), out int32 [G', …]; words % 8 == 0.
-    Of 64 rows the 8 words of a group are an 8 × 8 matrix of nibbles: row 8j + i is nibble i of
+    The 8 words of a group over 64 rows are an 8 × 8 matrix of nibbles: row 8j + i is nibble i of
     source word j, and nibble (j div 2) + 4·(j mod 2) of output word i.
     """
     for tile in range(words // 8):
@@ -268,11 +268,11 @@ _transpose_16_bits = _transposer(16, tuple(range(8)))
 
 @jit
 def transpose_eights(source, row, rows, group, out, out_column):  # type: ignore[no-untyped-def]
-    """As `transpose_scales` with the order of more than one group, or MXFP4's where the elements
+    """As `transpose_scales` with the order of more than one group, or MXFP4's if the elements
     are bytes; out.shape[0] ≥ 8 and rows % 64 == 0.
 
-    Of 64 rows those 8 apart come to lie side by side: 8 × 8 elements at a time. The last 8 groups
-    overlap those before them where 8 does not divide the number.
+    Rows 8 apart, out of 64, come to lie side by side: 8 × 8 elements at a time. The last 8 groups
+    overlap those before them if 8 does not divide the number.
     """
     groups = out.shape[0]
     source_stride, out_stride, size = source.strides[0], out.strides[0], source.itemsize

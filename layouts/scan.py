@@ -15,7 +15,7 @@ _MAGNITUDE = {"BF16": 0x7FFF, "F16": 0x7FFF, "F32": 0x7FFFFFFF, "U8": 0xFF, "F8_
 
 
 class ScaleScan(NamedTuple):
-    """Of a matrix's scales: the first (row, group) that is not finite, and how many are zero."""
+    """A matrix's scales: the first (row, group) that is not finite, and how many are zero."""
 
     not_finite: tuple[int, int] | None
     zeros: int

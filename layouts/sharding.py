@@ -1,12 +1,13 @@
 """Who owns what: the slice of each expert a rank holds.
 
-The routed experts are cut; everything else stays whole (DESIGN.md, Parallelism).
+The routed experts are cut; everything else stays whole, so that nothing is
+replicated and any tp can share it (FORMAT.md).
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.errors import OptionError
 from kconvert.layouts.quantization import Quantization
 
 MOST = 10_000  # layers, experts, ranks: more is a damaged file or a slip of the finger
@@ -29,7 +30,7 @@ class ModelDims(NamedTuple):
     dense: frozenset[int] | None = frozenset()
 
     def is_moe(self, layer: int) -> bool | None:
-        """Whether a layer has routed experts; None where only its tensors tell."""
+        """Whether a layer has routed experts; None if only its tensors tell."""
         return None if self.dense is None else layer >= self.first_moe and layer not in self.dense
 
 
@@ -83,7 +84,7 @@ def check_parallelism(
     fits = [f"--tp {p.tp} --ep {p.ep}" for p in same_tp if not _problem(dims, p, constraint)]
     fits = fits or [f"--tp {p.tp}" for p in other_tp if not _problem(dims, p, constraint)]
     advice = f"; what works: {', '.join(fits)}" if fits else "; no parallelism would do"
-    raise UnsupportedError(f"--tp {parallelism.tp} --ep {parallelism.ep}: {problem}{advice}.")
+    raise OptionError(f"--tp {parallelism.tp} --ep {parallelism.ep}: {problem}{advice}.")
 
 
 def parallelisms(

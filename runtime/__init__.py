@@ -1,17 +1,23 @@
 """The engine: a converted model run with draft trees, and the CUDA kernels it is made of."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from kconvert.layouts import lazily
+
+__all__ = ["Engine", "Generation", "Ranks", "Tokenizer", "ranks_from_environment"]
 
 if TYPE_CHECKING:
-    from kconvert.runtime.engine import Engine
-
-__all__ = ["Engine"]
-
-
-def __getattr__(name: str) -> Any:
-    """`kconvert.runtime.Engine`, loaded when it is asked for: torch takes seconds."""
-    if name != "Engine":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kconvert.runtime.engine import Engine
-
-    return Engine
+    from kconvert.runtime.distributed import Ranks, ranks_from_environment
+    from kconvert.runtime.engine import Engine, Generation
+    from kconvert.runtime.tokenizer import Tokenizer
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "Engine": "engine",
+            "Generation": "engine",
+            "Ranks": "distributed",
+            "Tokenizer": "tokenizer",
+            "ranks_from_environment": "distributed",
+        },
+    )

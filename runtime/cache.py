@@ -17,7 +17,7 @@ class LatentCache:
         self.layers = list(self._keys)  # [slots, C + R] each
 
     def commit(self, slots: Ints, accepted: Ints) -> None:
-        """Of a step's rows at `slots` keep the `accepted` ones, which move to their positions'
+        """Keep the `accepted` ones of a step's rows at `slots`; they move to their positions'
         slots. The others become NaN: read in error, they would be seen."""
         start, end = slots[0], slots[0] + len(accepted)
         self._keys[:, start:end] = self._keys[:, start + accepted]

@@ -34,7 +34,7 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig
     """The model of the checkpoint or output in `folder`.
 
     `ignored_keys`: paths of keys (`text_config.some_key`) that may be there though nobody here
-    knows them. Raises CheckpointError where a size is absent or senseless, UnsupportedError where
+    knows them. Raises CheckpointError if a size is absent or senseless, UnsupportedError if
     the model asks for what this forward pass does not do, or for what is not known here.
     """
     whole = read_json(folder / CONFIG_NAME)

@@ -13,12 +13,18 @@ from dataclasses import dataclass, replace
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import UnavailableError, UnsupportedError, said_if_slow
+from kconvert.layouts.errors import (
+    DeviceMemoryError,
+    LostProcessError,
+    UnavailableError,
+    UnsupportedError,
+    said_if_slow,
+)
 from kconvert.layouts.manifest import read_manifest
 from kconvert.runtime.watch import ENDED, Watch, leave_at_exit, process_id, watch
 
@@ -64,7 +70,7 @@ class Ranks:
     def on_gpus(self) -> "Ranks":
         """The same rank, with NCCL between its GPU and the others'. All ranks call it.
 
-        Raises UnavailableError where they do not meet.
+        Raises UnavailableError if they do not meet.
         """
         if self.size == 1:
             return self
@@ -91,7 +97,7 @@ class Ranks:
             with self.watch.waiting() if self.watch else nullcontext():
                 yield
         except torch.OutOfMemoryError as error:
-            raise UnavailableError(
+            raise DeviceMemoryError(
                 f"the GPU's memory is used up ({_first_line(error)}): give shorter texts, or"
                 " convert for more ranks."
             ) from error
@@ -178,7 +184,8 @@ class Ranks:
         return [part.numpy() for part in parts]
 
 
-class Team(NamedTuple):
+@dataclass(frozen=True)
+class Team:
     """One of `count` teams of ranks that do the same work on different inputs."""
 
     ranks: Ranks
@@ -210,14 +217,14 @@ def _others_there() -> Iterator[None]:
     except RuntimeError as error:  # gloo's, whatever was the matter with the connection
         if _gpu_groups.cache_info().currsize:
             leave_at_exit()
-        raise UnavailableError(f"{ENDED} ({_first_line(error)}).") from error
+        raise LostProcessError(f"{ENDED} ({_first_line(error)}).") from error
 
 
 def ranks_from_environment(output: Path) -> Ranks:
     """The rank that torchrun started this process as, one of those that the converted folder
-    `output` is for; alone where it did not.
+    `output` is for; alone if it did not.
 
-    Raises UnsupportedError before it waits for anybody where that is another number.
+    Raises UnsupportedError before it waits for anybody if that is another number.
     """
     tp, world = read_manifest(output).tp, _launched()[1]
     if tp != world:
@@ -232,7 +239,7 @@ def ranks_from_environment(output: Path) -> Ranks:
 
 
 def all_ranks_from_environment() -> Ranks:
-    """All processes that torchrun started, one team; alone where it did not."""
+    """All processes that torchrun started, one team; alone if it did not."""
     return team_from_environment(_launched()[1]).ranks
 
 

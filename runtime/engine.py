@@ -2,23 +2,23 @@
 
 `ar` runs the newest token alone; `chain` and `ddtree` run a drafted chain or tree below it, and
 commit the path that the target's own choices follow. All give the same tokens, and the same
-float32 logit bits at every committed position, by DESIGN.md's exactness rule.
+float32 logit bits at every committed position, by the rule in EXACTNESS.md.
 """
 
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import UnsupportedError
+from kconvert.layouts.errors import OptionError, UnsupportedError
 from kconvert.runtime.backends import device as devices
 from kconvert.runtime.backends.cpu import CpuBackend
-from kconvert.runtime.backends.protocol import REACH, Sampling
+from kconvert.runtime.backends.protocol import REACH, HostBackend, Sampling
 from kconvert.runtime.clock import Clock
 from kconvert.runtime.config import ModelConfig, read_config
 from kconvert.runtime.distributed import Ranks
@@ -32,6 +32,7 @@ from kconvert.runtime.weights import Blobs
 
 if TYPE_CHECKING:
     from kconvert.runtime.backends.cuda_decoder import CudaDecoder, Drafts
+    from kconvert.runtime.drafting.cuda_drafter import CudaDrafter
 
 MODES = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
@@ -64,12 +65,15 @@ class Engine:
     """A converted model, ready to generate. `Engine.open` makes one."""
 
     def __init__(
-        self, model: Model, drafter: Drafter | None, decoder: "CudaDecoder | None" = None
+        self,
+        model: Model,
+        drafter: "Drafter | CudaDrafter | None",
+        decoder: "CudaDecoder | None" = None,
     ) -> None:
-        """`decoder` runs texts where the model is on a GPU."""
+        """`decoder` runs texts if the model is on a GPU."""
         self.model, self.drafter, self.decoder = model, drafter, decoder
         self._costs: CostCurve | None = None
-        # Of budget "auto": what one text taught holds for the next.
+        # For budget "auto": what one text taught holds for the next.
         self.pauses, self.calibration = Pauses(), Calibration()
 
     @classmethod
@@ -84,11 +88,10 @@ class Engine:
     ) -> "Engine":
         """Map the converted folder `blobs`, or load it onto the GPU, and read the DFlash `drafter`.
 
-        `device`: "cpu", "cuda", or "auto", a GPU where there is one whose kernels take the blobs;
+        `device`: "cpu", "cuda", or "auto", a GPU if there is one whose kernels take the blobs;
         `dtype`: float32 or bfloat16, what activations are rounded to: if not given, float32 on the
         CPU; the GPU has bfloat16 alone. `ranks`: this process and the others
-        (`ranks_from_environment`); alone if not given. Every rank makes the same calls. A small
-        drafter runs on one thread, and torch with it: the number of threads is the process's.
+        (`ranks_from_environment`); alone if not given. Every rank makes the same calls.
         Raises a KconvertError: no finished output, a part, another number of ranks, a file missing
         or changed, a drafter for another target, a key in config.json that nobody here knows and
         that is not among `ignore_config_keys`.
@@ -112,8 +115,6 @@ class Engine:
                     f"the drafter in {drafter} has block_size {opened.config.block}: at most"
                     f" {REACH} can be verified."
                 )
-            if opened.config.hidden < _SHARED_HIDDEN:
-                torch.set_num_threads(1)  # threads would wait for one another longer than they work
         return cls(Model(config, mapped, CpuBackend(config, ranks, dtype)), opened)
 
     @classmethod
@@ -146,7 +147,14 @@ class Engine:
                     Path(drafter), share.whole, _target(config), torch.bfloat16, device, share.cut
                 )
                 opened = CudaDrafter(share, weights, model)
-            return cls(model, opened, CudaDecoder(model, opened))  # type: ignore[arg-type]
+            return cls(model, opened, CudaDecoder(model, opened))
+
+    def set_threads(self) -> None:
+        """Give torch one thread in this process if the drafter is so small that more would wait for
+        one another longer than they work. For a program that does nothing else with torch."""
+        drafter = self.drafter
+        if self.device == "cpu" and drafter and drafter.config.hidden < _SHARED_HIDDEN:
+            torch.set_num_threads(1)
 
     @property
     def device(self) -> str:
@@ -155,7 +163,7 @@ class Engine:
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
         """float32 [T, V] at every position of a text, as of a prompt. Raises UnsupportedError for
-        tokens that cannot be, CheckpointError where weights were changed."""
+        tokens that cannot be, CheckpointError if weights were changed."""
         tokens = self.checked(token_ids, 0)
         model, ops = self.model, self.model.backend
         with ops.ranks.waiting():
@@ -183,10 +191,10 @@ class Engine:
         """Continue `token_ids` by `max_new_tokens` tokens, or up to a stop token (which is kept).
 
         `budget`: nodes of a draft, or "auto"; `chain_seed`: the likeliest chain comes before
-        likelier nodes; `on_tokens` is told tokens as they are committed. Of no effect on any bit:
+        likelier nodes; `on_tokens` is told tokens as they are committed. These change no bit:
         `prompt_rows` tokens of the prompt a step, `bucket` rows of a GPU's step at least.
         Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
-        CheckpointError where logits are not finite or weights were changed.
+        CheckpointError if logits are not finite or weights were changed.
         """
         prompt = self.checked(token_ids, max_new_tokens)
         self._check_options(mode, budget, temperature, seed)
@@ -194,13 +202,15 @@ class Engine:
         start = time.perf_counter()
         clock = Clock(result.parts)
         sampling = Sampling(temperature, seed)
+        drafter: CudaDecoder | Drafting | None
         if self.decoder:
-            draft = self._drafts(mode, budget, chain_seed)
+            drafts = self._drafts(mode, budget, chain_seed)
+            drafter = self.decoder if drafts else None
             rounds = self.decoder.rounds(
-                prompt, max_new_tokens, sampling, draft, clock, keep_logits, bucket, prompt_rows
+                prompt, max_new_tokens, sampling, drafts, clock, keep_logits, bucket, prompt_rows
             )
         else:
-            draft = self._drafting(mode, budget, chain_seed, clock)
+            drafter = draft = self._drafting(mode, budget, chain_seed, clock)
             slots = len(prompt) + max_new_tokens + (draft.most if draft else 0) + 1
             at_once = prompt_rows or PREFILL_ROWS
             rounds = self._rounds(prompt, slots, sampling, draft, clock, keep_logits, at_once)
@@ -222,8 +232,8 @@ class Engine:
         if ranks.gpus:  # the step that was launched ahead wants the others to be there
             with ranks.waiting():
                 torch.cuda.synchronize()
-        if draft:
-            result.drafter_forwards = (self.decoder or draft).forwards
+        if drafter:
+            result.drafter_forwards = drafter.forwards
         result.seconds = time.perf_counter() - start
         return result
 
@@ -238,7 +248,7 @@ class Engine:
             self.costs()
         nodes = MOST_NODES if budget == AUTO else int(budget)
         if nodes > MOST_NODES:
-            raise UnsupportedError(f"budget {budget}: at most {MOST_NODES} on the GPU.")
+            raise OptionError(f"budget {budget}: at most {MOST_NODES} on the GPU.")
         if mode == "chain":
             nodes = min(nodes, self.drafter.config.block - 1)
         return Drafts(1 if mode == "chain" else nodes, nodes, chain_seed, budget == AUTO)
@@ -248,10 +258,10 @@ class Engine:
     ) -> Drafting | None:
         if mode == "ar":
             return None
-        assert self.drafter is not None  # checked before
+        drafter = cast(Drafter, self.drafter)  # a mode that drafts has one: checked before
         costs = self.costs() if budget == AUTO else None
         return Drafting(
-            self.model, self.drafter, mode, budget, chain_seed, costs, self.pauses,
+            self.model, drafter, mode, budget, chain_seed, costs, self.pauses,
             self.calibration, clock,
         )  # fmt: skip
 
@@ -267,7 +277,8 @@ class Engine:
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
         """Committed tokens and, if they are kept, the logits each was chosen from, a target forward
         at a time."""
-        model, ops, aux_layers = self.model, self.model.backend, draft.aux_layers if draft else ()
+        model, aux_layers = self.model, draft.aux_layers if draft else ()
+        ops: HostBackend = model.backend
         cache, nothing = model.new_cache(slots), np.empty((0, 0), np.float32)
         for begin in range(0, len(prompt), at_once):
             step = ops.sequence(prompt[begin : begin + at_once], begin)
@@ -308,18 +319,18 @@ class Engine:
         return self._costs
 
     def checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:
-        """`token_ids` as int64 [T]. Raises UnsupportedError where there is none, one is no token,
+        """`token_ids` as int64 [T]. Raises UnsupportedError if there is none, one is no token,
         or they and `more` new ones do not fit the model's positions."""
         config = self.model.config
         if len(token_ids) == 0:
-            raise UnsupportedError("the prompt is empty: give at least one token.")
+            raise OptionError("the prompt is empty: give at least one token.")
         wrong = next((t for t in token_ids if not 0 <= t < config.vocabulary), None)
         if wrong is not None:
-            raise UnsupportedError(
+            raise OptionError(
                 f"token id {wrong} is out of range: the vocabulary is 0 to {config.vocabulary - 1}."
             )
         if more < 0 or len(token_ids) + more > config.positions:
-            raise UnsupportedError(
+            raise OptionError(
                 f"{len(token_ids)} prompt tokens and {more} new ones do not fit the model's"
                 f" {config.positions} positions."
             )
@@ -327,17 +338,15 @@ class Engine:
 
     def _check_options(self, mode: str, budget: int | str, temperature: float, seed: int) -> None:
         if mode not in MODES:
-            raise UnsupportedError(f"mode {mode!r} is none of {', '.join(MODES)}.")
+            raise OptionError(f"mode {mode!r} is none of {', '.join(MODES)}.")
         if mode != "ar" and self.drafter is None:
-            raise UnsupportedError(f"mode {mode} needs a drafter: give its folder.")
+            raise OptionError(f"mode {mode} needs a drafter: give its folder.")
         if budget != AUTO and not (isinstance(budget, int) and 0 <= budget <= _MOST):
-            raise UnsupportedError(
-                f"budget {budget} is neither {AUTO} nor a number from 0 to {_MOST}."
-            )
+            raise OptionError(f"budget {budget} is neither {AUTO} nor a number from 0 to {_MOST}.")
         if not 0 <= temperature <= _HOTTEST:
-            raise UnsupportedError(f"temperature {temperature} is not from 0 to {_HOTTEST:g}.")
+            raise OptionError(f"temperature {temperature} is not from 0 to {_HOTTEST:g}.")
         if not 0 <= seed < 2**64:
-            raise UnsupportedError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
+            raise OptionError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
 
 
 def _target(config: ModelConfig) -> TargetDims:

@@ -7,7 +7,7 @@ its history alone. Attention has one form, absorbed, for prompts and decoding.
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,6 +63,13 @@ class Layer(NamedTuple):
     mlp: Mlp | None  # a dense layer's, or the shared expert
 
 
+class _MlpWeights(TypedDict):
+    """What a `Layer` has of them."""
+
+    moe: Moe | None
+    mlp: Mlp | None
+
+
 class Weights(NamedTuple):
     """The whole model's, or a rank's part of it."""
 
@@ -76,11 +83,12 @@ class Model:
     """A target model over blobs, or a rank's part of it.
 
     Each rank has some heads, some of every MLP's intermediate rows, some experts' slices and some
-    rows of the head; the rest is replicated. Raises UnsupportedError where that does not divide.
+    rows of the head; the rest is replicated. Raises UnsupportedError if that does not divide.
     """
 
     def __init__(self, config: ModelConfig, blobs: Blobs, backend: Backend) -> None:
-        self.config, self.blobs, self.backend = config, blobs, backend
+        self.config, self.blobs = config, blobs
+        self.backend: Any = backend  # whoever asks more of it says which one it is
         ranks = backend.ranks
         self._heads = ranks.rank_slice("heads", config.heads)
         self._vocabulary = ranks.rank_slice("tokens of the vocabulary", config.vocabulary)
@@ -97,7 +105,7 @@ class Model:
         → hidden rows, normed, for `head` [T, D], and the outputs [T, D] of `aux_layers`.
         """
         c, w, ops = self.config, self.weights, self.backend
-        x, sums, outputs = ops.embed(w.embedding, step), None, []
+        x, sums, outputs = ops.embed(w.embedding, step.tokens), None, []
         for layer, keys in zip(w.layers, cache.layers, strict=True):
             x, h = ops.add_norm(x, sums, layer.input_norm)  # [T, D]
             outputs.append(x)
@@ -143,6 +151,7 @@ class Model:
         c, ops, base = self.config, self.backend, f"model.layers.{number}."
         attention, head = f"{base}self_attn.", c.nope_dim + c.rope_dim
         kv_a = self._get(f"{attention}kv_a_proj_with_mqa", c.kv_lora + c.rope_dim, c.hidden)
+        low: tuple[Source, ...]
         if c.q_lora:
             low = (self._get(f"{attention}q_a_proj", c.q_lora, c.hidden), kv_a)
             q_norm = self._norm(f"{attention}q_a_layernorm", c.q_lora, LATENT_EPS)
@@ -168,7 +177,7 @@ class Model:
             **self._mlp_weights(number, f"{base}mlp."),
         )
 
-    def _mlp_weights(self, number: int, base: str) -> dict[str, Mlp | Moe | None]:
+    def _mlp_weights(self, number: int, base: str) -> _MlpWeights:
         c, ops = self.config, self.backend
         if number < c.first_moe:
             return {"moe": None, "mlp": self._dense(base, c.dense_intermediate)}

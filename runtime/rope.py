@@ -1,4 +1,4 @@
-"""Rotary positions, with YaRN where a config sets it: the target's and the drafter's."""
+"""Rotary positions, with YaRN if a config sets it: the target's and the drafter's."""
 
 import math
 from dataclasses import dataclass
@@ -47,7 +47,8 @@ def frequencies(dim: int, theta: float, yarn: Yarn | None) -> NDArray[np.float64
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
     slow = np.clip((pairs - low) / (high - low if high != low else 0.001), 0, 1)
-    return plain / yarn.factor * slow + plain * (1 - slow)
+    mixed: NDArray[np.float64] = plain / yarn.factor * slow + plain * (1 - slow)
+    return mixed
 
 
 def tables(

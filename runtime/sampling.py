@@ -27,7 +27,7 @@ def pick(
 ) -> NDArray[np.int64]:
     """One token a row of logits [T, V]; `positions` [T] are where the tokens will stand.
 
-    Ties go to the lowest id. Raises CheckpointError where a row is not finite.
+    Ties go to the lowest id. Raises CheckpointError if a row is not finite.
     """
     return chosen([best(logits, positions, temperature, seed, 0)], positions)
 
@@ -35,8 +35,8 @@ def pick(
 def best(
     logits: NDArray[np.float32], positions: Ints, temperature: float, seed: int, first: int
 ) -> NDArray[np.float64]:
-    """Of logits [T, n], the columns from token `first` on of a larger row: float64 [T, 2], the
-    greatest value with its noise, NaN where the row is not finite, and its token."""
+    """logits [T, n], the columns from token `first` on of a larger row → float64 [T, 2]: the
+    greatest value with its noise, NaN if the row is not finite, and its token."""
     found = np.empty((len(logits), 2), np.float64)
     _best(logits, positions, float(temperature), np.uint64(seed), first, found)
     return found
@@ -44,13 +44,14 @@ def best(
 
 def chosen(parts: list[NDArray[np.float64]], positions: Ints) -> Ints:
     """The tokens [T] of the greatest value among the parts' `best`, which are in the order of
-    their columns. Raises CheckpointError where a row is not finite."""
+    their columns. Raises CheckpointError if a row is not finite."""
     values = np.stack([part[:, 0] for part in parts])
     finite = ~np.isnan(values).any(axis=0)
     if not finite.all():
         raise not_finite(int(positions[np.argmin(finite)]))
     tokens = np.stack([part[:, 1] for part in parts])
-    return tokens[values.argmax(axis=0), np.arange(len(positions))].astype(np.int64)
+    best: Ints = tokens[values.argmax(axis=0), np.arange(len(positions))].astype(np.int64)
+    return best
 
 
 def not_finite(position: int) -> CheckpointError:

@@ -46,6 +46,7 @@ def smoke(
     """
     ranks = ranks_from_environment(output)
     engine = Engine.open(output, drafter, dtype, ranks, device, request.ignore_config_keys)
+    engine.set_threads()
     write = write if ranks.rank == 0 else lambda _: None
     tokenizer = None if request.tokens is not None else Tokenizer(output)
     if tokenizer is not None and tokenizer.vocabulary > engine.model.config.vocabulary:
@@ -109,7 +110,7 @@ def _rate(made: Generation) -> float:
 def first_difference(made: Generation, plain: Generation, start: int) -> int | None:
     """The first position whose token or float32 logit bits differ.
 
-    Raises ValueError where either was generated without `keep_logits`.
+    Raises ValueError if either was generated without `keep_logits`.
     """
     for text in (made, plain):
         if len(text.logits) != len(text.tokens):

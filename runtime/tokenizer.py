@@ -40,11 +40,11 @@ KIMI_PATTERN = "|".join(
 
 class Tokenizer:
     """Text ↔ token ids. The 256 ids behind the ranks are specials; tokenizer_config.json names
-    them, or they are `<|reserved_token_{id}|>`. Its `pat_str`, where it has one, replaces Kimi's
+    them, or they are `<|reserved_token_{id}|>`. Its `pat_str`, if it has one, replaces Kimi's
     split pattern."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UnsupportedError where `folder` has no tiktoken.model, CheckpointError where its
+        """Raises UnsupportedError if `folder` has no tiktoken.model, CheckpointError if its
         files are damaged."""
         import tiktoken
 

@@ -1,6 +1,6 @@
 """Whether the other ranks of a team on GPUs are still there.
 
-A step waits for them on the device, and the host for the step: where one has died nothing ends
+A step waits for them on the device, and the host for the step: if one has died nothing ends
 that wait, and no error is raised. So their processes are watched, on the one machine they share.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from kconvert.layouts.errors import UnavailableError
+from kconvert.layouts.errors import LostProcessError
 
 ENDED = "another rank has ended, what it said tells why"
 _GRACE = 0.05  # seconds: who ended in good order left nothing to wait for
@@ -31,19 +31,19 @@ class Watch:
     """Ends this process, with a sentence, when it waits for one of `others` that has ended."""
 
     def __init__(self, others: Sequence[int]) -> None:
-        """`others`: process ids. Raises OSError where the system cannot watch them."""
+        """`others`: process ids. Raises OSError if the system cannot watch them."""
         self._inside, self._entered, self._ended = False, 0, False
         self._files = [os.pidfd_open(other) for other in others]
         threading.Thread(target=self._watch, name="kconvert-watch", daemon=True).start()
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around whatever waits for the others. Raises UnavailableError where one has ended before
+        """Around whatever waits for the others. Raises UnavailableError if one has ended before
         it began."""
         self._inside, self._entered = True, self._entered + 1
         try:
             if self._ended:
-                raise UnavailableError(f"{ENDED}.")
+                raise LostProcessError(f"{ENDED}.")
             yield
         finally:
             self._inside = False
@@ -62,7 +62,7 @@ class Watch:
 
 
 def watch(processes: Sequence[tuple[int, ...]]) -> Watch | None:
-    """A watch over all of `processes` but this one; None where they do not share a machine, or the
+    """A watch over all of `processes` but this one; None if they do not share a machine, or the
     system has no way to watch them."""
     mine = process_id()
     if any(process[:2] != mine[:2] for process in processes):

@@ -8,7 +8,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, rank_folder, read_blob
-from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.layouts.errors import (
+    CheckpointError,
+    KconvertError,
+    UnfinishedOutputError,
+    UnsupportedError,
+)
 from kconvert.layouts.experts import STACKED
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import TensorEntry
@@ -34,7 +39,7 @@ _FLOATS, _WORDS, _BYTES = ("BF16", "F32"), ("I32",), ("U8", "F8_E8M0")
 _DTYPES = {"weight": _FLOATS, "e_score_correction_bias": _FLOATS} | {
     tensor.name: _WORDS if tensor.role == "code" else _FLOATS for tensor in STACKED
 }
-# Of experts in MXFP4.
+# Experts in MXFP4 have these.
 _MXFP4_DTYPES = _DTYPES | {tensor.name: _BYTES for tensor in STACKED if tensor.role == "scale"}
 _SMALL_FILES = (
     CONFIG_NAME, GENERATION_NAME,
@@ -42,7 +47,7 @@ _SMALL_FILES = (
 )  # fmt: skip
 _VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
 MODEL_PREFIXES = ("language_model.", "")
-# Of these common tensors a rank keeps its part alone.
+# Common tensors of which a rank keeps its part alone.
 _CUT = {
     "embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
     "down_proj",
@@ -65,13 +70,13 @@ class Blobs:
         """Map this rank's blobs in `folder`, and compare their headers and what small files the
         manifest has of those that generating reads with it; of tensors, no data is read.
 
-        Raises OutputError where that is no finished output, UnsupportedError where it is a part
-        or holds a dtype that is not computed with, CheckpointError naming a file that is missing
-        or was changed.
+        Raises UnfinishedOutputError if that is no finished output or a part of one,
+        UnsupportedError if it holds a dtype that is not computed with, CheckpointError naming a
+        file that is missing or was changed.
         """
         self.manifest: Manifest = read_manifest(folder)
         if not self.manifest.complete:
-            raise UnsupportedError(
+            raise UnfinishedOutputError(
                 f"{folder} holds a part of the model: run `kconvert convert` without --layers and"
                 " --ranks to complete it."
             )
@@ -135,7 +140,7 @@ class Blobs:
         """The tensor `name` (without `language_model.`), bf16 as uint16, its data compared with
         its digest at the first call.
 
-        Raises CheckpointError where it is absent, has another shape or was changed.
+        Raises CheckpointError if it is absent, has another shape or was changed.
         """
         tensor = self.find(name, shape)
         return self._read(tensor, range(len(tensor.digests))).reshape(shape)
@@ -156,11 +161,11 @@ class Blobs:
         return self._read(tensor, range(local, local + 1)).reshape(tensor.entry.shape[1:])
 
     def dtypes(self, ending: str) -> set[str]:
-        """Of the tensors whose names end so."""
+        """The dtypes of the tensors whose names end so."""
         return {t.entry.dtype for name, t in self._tensors.items() if name.endswith(ending)}
 
     def kept_bytes(self) -> int:
-        """Of all tensors what this rank keeps where it copies them, a tied head apart."""
+        """What this rank keeps of all tensors if it copies them, a tied head apart."""
         total, size = 0, self.manifest.tp
         for name, tensor in self._tensors.items():
             cut = name.split(".")[-2] in _CUT
@@ -173,7 +178,7 @@ class Blobs:
         return self._read(tensor, range(len(tensor.digests))).reshape(tensor.entry.shape)
 
     def find(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
-        """Where the tensor `name` lies. Raises CheckpointError where it does not, or has another
+        """Where the tensor `name` lies. Raises CheckpointError if it does not, or has another
         shape."""
         full = self.prefix + name
         if full not in self._tensors:

@@ -70,7 +70,7 @@ def _compressed_tensors(tensors: dict, base: str, name: str) -> torch.Tensor:
 
 
 def _gptq(tensors: dict, base: str, name: str) -> torch.Tensor:
-    """As GPTQModel's dequantisation says it; its logits prove it (`test_logits`)."""
+    """As GPTQModel's dequantization says it; its logits prove it (`test_logits`)."""
     table = json.loads((FORMATS / name / "config.json").read_text())["quantization_config"]
     bits, shifts = table["bits"], torch.arange(0, 32, table["bits"])
     mask = (1 << bits) - 1

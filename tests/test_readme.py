@@ -1,6 +1,7 @@
-"""The README's tables are the committed measurements, as the commands print them."""
+"""The tables in the pages are the committed measurements, as the commands print them."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,62 @@ ROOT = Path(__file__).parent.parent
 def test_table_is_what_was_measured(file: str, show) -> None:
     result = json.loads((ROOT / file).read_text())
     block = "\n".join(f"    {line}" for line in show(result).splitlines())
-    assert block in (ROOT / "README.md").read_text()
+    assert block in (ROOT / file).with_name("README.md").read_text()
+
+
+def summary() -> str:
+    """The README's six lines, from the same files."""
+
+    def rows(file: str) -> list[dict]:
+        return json.loads((ROOT / file).read_text())["rows"]
+
+    def one(file: str, **wanted) -> dict:
+        return next(row for row in rows(file) if wanted.items() <= row.items())
+
+    w13 = one("convert/bench/results/repack.json", slice="w13")
+    memory = one("convert/bench/results/convert-16-cores.json", case="four layers, tmpfs")
+    disk = one("convert/bench/results/convert.json", case="one layer")
+    plan = json.loads((ROOT / "convert/bench/results/plan.json").read_text())
+    load = "runtime/bench/results/h200-load.json"
+    plain, digests = (
+        one(load, **{"from": "page cache"}, at_a_time="folder", digests=d) for d in (False, True)
+    )
+    moe = "runtime/bench/results/h200-moe-2026-11-29.json"
+    few, many = (one(moe, shape="tp8", M=m) for m in (1, 1024))
+    decode = "runtime/bench/results/h200-decode.json"
+    ar = one(decode, mode="ar")
+    best = max(
+        (row for row in rows(decode) if row["budget"] != "auto"),
+        key=lambda row: row["tokens_per_second"],
+    )
+    lines = [
+        f"packing     {w13['repack_gbps']:.1f} GB/s on a core into Marlin tiles,"
+        f" {w13['ratio_to_copy']:.0%} of the rate of a plain copy",
+        f"planning    all of K2.6 in {plan['plan_seconds']:.1f} s,"
+        f" with {plan['plan_peak_bytes'] / 1e9:.1f} GB of memory",
+        f"converting  {memory['gbps']:.2f} GB/s on 16 cores from memory to memory,"
+        f" {disk['gbps']:.2f} on 2 cores to a virtual disk",
+        f"loading     {plain['gbps']:.0f} GB/s from the page cache into an H200,"
+        f" {digests['gbps']:.0f} with every digest compared",
+        f"a MoE layer {few['us']:.0f} µs for 1 token and {many['us']:.0f} for 1,024 on an H200"
+        f" (tp 8); reading the weights takes {few['floor_us']:.0f} and {many['floor_us']:.0f}",
+        f"decoding    {1e6 / best['tokens_per_second']:.0f} µs a token with trees of"
+        f" {best['budget']} nodes on an H200 (tiny_kimi), {1e6 / ar['tokens_per_second']:.0f}"
+        " without: the same bits",
+    ]
+    return "\n".join(f"    {line}" for line in lines)
+
+
+def test_the_six_lines_are_what_was_measured() -> None:
+    assert summary() in (ROOT / "README.md").read_text()
+
+
+def test_links_lead_somewhere() -> None:
+    folders = ("layouts", "convert", "validate", "runtime", "tests")
+    inner = (page for folder in folders for page in (ROOT / folder).rglob("*.md"))
+    for page in (*ROOT.glob("*.md"), *inner):
+        for link in re.findall(r"\]\(([^)#]+)", page.read_text()):
+            assert "://" in link or (page.parent / link).exists(), f"{page}: {link}"
 
 
 def survival() -> str:
@@ -69,7 +125,7 @@ def survival() -> str:
 
 
 def test_survival_is_what_was_found() -> None:
-    assert survival() in (ROOT / "README.md").read_text()
+    assert survival() in (ROOT / "convert/bench/results/README.md").read_text()
 
 
 def test_what_was_measured_is_what_must_hold() -> None:

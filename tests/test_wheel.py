@@ -63,7 +63,7 @@ def test_every_module_and_kernel_is_in_it(wheel: Path) -> None:
     expected = {
         f"kconvert/{path.relative_to(ROOT).as_posix()}"
         for name in FOLDERS
-        for pattern in ("*.py", "*.cu", "*.cuh", "*.html", "schema/*.json")
+        for pattern in ("*.py", "py.typed", "*.cu", "*.cuh", "*.html", "schema/*.json")
         for path in (ROOT / name).rglob(pattern)
     }
     found = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}

@@ -4,8 +4,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kconvert.layouts import lazily
+
+__all__ = ["Diff", "Finding", "Validation", "compare", "validate", "write_report"]
+
 if TYPE_CHECKING:
-    from kconvert.validate.findings import Validation
+    from kconvert.validate.diff import Diff
+    from kconvert.validate.findings import Finding, Validation
+    from kconvert.validate.report.write import write_report
+else:
+    __getattr__ = lazily(
+        __name__,
+        {
+            "Diff": "diff",
+            "Finding": "findings",
+            "Validation": "findings",
+            "write_report": "report.write",
+        },
+    )
 
 
 def validate(
@@ -15,17 +31,50 @@ def validate(
     sample: int | None = None,
     seed: int | None = None,
     verify: bool = False,
+    revision: str | None = None,
+    cache_dir: Path | None = None,
+    work_dir: Path | None = None,
     workers: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
+    downloaded: Callable[[int], None] = lambda _: None,
 ) -> "Validation":
-    """Check the converted folder `output`, against the checkpoint `source` where one is given.
+    """Check the converted folder `output`, against the checkpoint `source` where one is given: a
+    folder, or a repository of the Hub.
 
     `sample`: so many experts a layer (all when None), drawn with `seed` (at random when None);
-    `verify`: also compare the source's files with the hashes at hand; `progress` is told the bytes
-    read. Differences are findings of the result; OutputError where `output` is no output at all,
-    CheckpointError where `source` is damaged or lacks what the output holds.
+    `verify`: also compare the source's files with the hashes at hand. Of a repository `revision` is
+    read (None: the commit that the output names), its shards downloaded two at a time under
+    `work_dir` (None: in `cache_dir`, huggingface_hub's when None) and compared with the Hub's
+    hashes. `progress` is told the bytes read, `downloaded` those that came.
+
+    Differences are findings of the result; OutputError where `output` is no output at all,
+    CheckpointError where `source` is damaged or lacks what the output holds, UnavailableError where
+    it cannot be got.
     """
+    from kconvert.validate.asked import Asked
     from kconvert.validate.run import run  # numba is not for `--help`
 
-    checkpoint = None if source is None else Path(source)
-    return run(Path(output), checkpoint, sample, seed, verify, workers, progress)
+    asked = Asked(
+        source=source, sample=sample, seed=seed, verify=verify, revision=revision,
+        cache_dir=cache_dir, work_dir=work_dir, workers=workers, progress=progress,
+        downloaded=downloaded,
+    )  # fmt: skip
+    return run(Path(output), asked)
+
+
+def compare(
+    a: str | Path,
+    b: str | Path,
+    *,
+    workers: int | None = None,
+    progress: Callable[[int], None] = lambda _: None,
+) -> "Diff":
+    """Which layers, experts and tensors of two models differ, each a checkpoint's folder or a
+    converted one: `kconvert diff`.
+
+    `progress` is told the bytes read. Raises what reading either raises, also where a blob's bytes
+    were changed.
+    """
+    from kconvert.validate.diff import diff  # numba is not for `--help`
+
+    return diff(a, b, workers, progress)

@@ -1,7 +1,8 @@
 """Checks that read the blobs' data, each byte once: digests, and equality with the source.
 
-A rank's experts are unpacked by the layout's inverse, which shares no index arithmetic with the
-packing, and compared with the source's own bytes, code for code and scale for scale.
+A rank's experts are put back into plain order and compared with the source's own bytes, code for
+code and scale for scale. The inverse is the layout's quick one; for one expert a layer, which is
+witnessed, it is the inverse by formulas, which shares no index arithmetic with the packing.
 """
 
 import time
@@ -14,15 +15,17 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.blob import digest, new_digest
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.experts import PROJECTIONS, Cut, Part, stacked_by_name
+from kconvert.layouts.experts import PROJECTIONS, Cut, Matrix, Part, stacked, stacked_by_name
 from kconvert.layouts.formats.format import Expert, Format
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.quantization import Role, unpack_words, unpack_zero_points
+from kconvert.layouts.quantization import Role
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
 from kconvert.layouts.scan import cast_to_bf16, scan_scales
 from kconvert.layouts.sharding import ModelDims, RankSlice
+from kconvert.validate.difference import difference
 from kconvert.validate.findings import ROLE_CHECKS, Finding, Tally
+from kconvert.validate.product import products_agree, read_in_order
 from kconvert.validate.statistics import ScaleSums, count_codes, sum_scales
 from kconvert.validate.structure import Blob
 
@@ -35,6 +38,7 @@ class Done:
         self.tally = Tally()
         self.codes: list[tuple[int, NDArray[np.int64]]] = []  # expert, how often each code is there
         self.scales: list[tuple[int, ScaleSums]] = []
+        self.stored = 0  # bytes of experts' parts
 
     def find(self, *findings: Finding) -> None:
         """They name their checks."""
@@ -122,47 +126,75 @@ class ExpertCheck:
                 format.check_dropped(tensor, self._read(shards, "dropped", tensor), *shape)
         self.codes = [array for (_, role), array in self._source.items() if role == "code"]
 
-    def check(self, blob: Blob, part: RankSlice, index: int, hidden: int, done: Done) -> None:
+    def check(
+        self, blob: Blob, part: RankSlice, index: int, hidden: int, done: Done, witnessed: bool
+    ) -> None:
         """One rank's part of expert `index`: each stacked tensor's digest, then codes and scales
-        against the source's rows and columns; and what they look like."""
+        against the source's rows and columns; what they look like. For one that is `witnessed`, the
+        inverse is by the layout's formulas, and what the kernels read is compared too."""
         local = part.experts.index(index)
+        matrices: dict[Matrix, dict[Role, tuple[NDArray[Any], str]]] = {}
         for name, tensor in blob.header.tensors.items():
             cut = stacked_by_name(name).cut(part.rows, hidden)
             place, role = in_blob(blob.path, tensor).part(local), cut.tensor.role
             with done.looking("digests", place.nbytes):
-                stored = self._read(self._blobs, "stored", place)
-                changed = digest(memoryview(stored).cast("B"))
+                stored = self._read(self._blobs, f"stored {cut.tensor.name}", place)
+                changed = digest(stored.data.cast("B"))
             if changed != blob.info.expert_digests[name][local]:
                 text = "its bytes were changed: the digest disagrees"
                 done.find(Finding(blob.path, text, name, index, "digests"))
+            done.stored += place.nbytes
+            matrices.setdefault(cut.tensor.matrix, {})[role] = stored, tensor.dtype
             if role == "scale":
                 with done.looking("finite", place.nbytes):
-                    done.scales.append((index, sum_scales(stored, tensor.dtype)))
-                    found = _not_finite(blob.path, stored, tensor.dtype, name, index)
-                done.find(*found)
+                    sums = sum_scales(stored, tensor.dtype)
+                done.scales.append((index, sums))
+                if sums.not_finite:
+                    done.find(_not_finite(blob.path, stored, tensor.dtype, name, index))
             elif role == "code":
                 counts = count_codes(stored, self._layout.quantization.bits)
                 done.codes.append((index, counts))
             if self._source:
                 with done.looking(ROLE_CHECKS[role], 2 * place.nbytes):
-                    found = self._against_source(blob, tensor, cut, stored, index)
+                    inverse = self._layout.unpack if witnessed else self._layout.restore
+                    got = inverse(role, stored)
+                    found = self._against_source(blob, tensor, cut, got, index)
                 done.find(*(finding._replace(check=ROLE_CHECKS[role]) for finding in found))
+        if witnessed and read_in_order(self._layout):
+            for matrix, stored_by_role in matrices.items():
+                self._multiply(blob, matrix, stored_by_role, index, done)
+
+    def _multiply(
+        self,
+        blob: Blob,
+        matrix: Matrix,
+        by_role: dict[Role, tuple[NDArray[Any], str]],
+        index: int,
+        done: Done,
+    ) -> None:
+        (codes, _), (scales, dtype) = by_role["code"], by_role["scale"]
+        with done.looking("product", codes.nbytes + scales.nbytes):
+            agree = products_agree(self._layout, codes, scales, dtype, index)
+        if not agree:
+            name = next(n for n in blob.header.tensors if n.endswith(stacked(matrix, "code").name))
+            text = "the kernels' order gives another product than the layout's inverse"
+            done.find(Finding(blob.path, text, name, index, "product"))
 
     def _against_source(
-        self, blob: Blob, tensor: TensorEntry, cut: Cut, stored: NDArray[Any], index: int
+        self, blob: Blob, tensor: TensorEntry, cut: Cut, got: NDArray[Any], index: int
     ) -> list[Finding]:
         role = cut.tensor.role
-        want = np.concatenate([self._wanted(role, source) for source in cut.parts])
+        parts = [self._wanted(role, source) for source in cut.parts]
+        want = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if role == "scale" and tensor.dtype != self._scale_dtype:
             want = self._cast(want, blob)
-        got = self._layout.unpack(role, stored)
         if got.dtype != want.dtype:
             text = f"its scales are {tensor.dtype}, the source's {self._scale_dtype}"
-        elif np.array_equal(got, want):
+            return [Finding(blob.path, text, tensor.name, index)]
+        if np.array_equal(got, want):
             return []
-        else:
-            text = _difference(got, want, role, self._layout.quantization.bits)
-        return [Finding(blob.path, text, tensor.name, index)]
+        at = Finding(blob.path, "", tensor.name, index)
+        return [difference(got, want, role, self._layout.quantization, tensor.dtype, at)]
 
     def _wanted(self, role: Role, part: Part) -> NDArray[Any]:
         """The source's rows and columns, in plain order."""
@@ -184,28 +216,8 @@ class ExpertCheck:
         return array
 
 
-def _not_finite(
-    path: str, scales: NDArray[Any], dtype: str, name: str, index: int
-) -> list[Finding]:
+def _not_finite(path: str, scales: NDArray[Any], dtype: str, name: str, index: int) -> Finding:
     first = scan_scales(scales, dtype).not_finite
-    if first is None:
-        return []
+    assert first is not None
     text = f"a scale is not finite, the first stored at {[*first]}"
-    return [Finding(path, text, name, index, "finite")]
-
-
-def _difference(got: NDArray[Any], want: NDArray[Any], role: Role, bits: int) -> str:
-    """The first place where two matrices differ, and how many do."""
-    if role == "code":
-        got, want = unpack_words(got, bits), unpack_words(want, bits)
-    elif role == "zero_point":
-        got, want = unpack_zero_points(got), unpack_zero_points(want)
-    places = np.argwhere(got != want)
-    place = tuple(places[0])
-    what = role.replace("_", " ") + (" differs" if len(places) == 1 else "s differ")
-    where = f"row {place[0]}" + (f", column {place[1]}" if len(place) > 1 else "")
-    return (
-        f"{len(places):,} {what} from the source; first at {where}:"
-        f" {want[place]} expected, {got[place]} found"
-        f"{'' if role in ('code', 'zero_point') else ' (bits)'}"
-    )
+    return Finding(path, text, name, index, "finite")

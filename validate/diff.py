@@ -2,6 +2,7 @@
 and shards. Both are read once, expert by expert and tensor by tensor."""
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -44,16 +45,39 @@ class Diff:
 
     a: str
     b: str
+    a_is: str = ""  # what each is, in words
+    b_is: str = ""
     groups: int = 0
     tensors: int = 0  # whole ones
     experts: int = 0
+    compared: dict[str, int] = field(default_factory=dict)  # group → experts of it
     bytes_read: int = 0
+    seconds: float = 0.0
     differences: list[Difference] = field(default_factory=list)
 
     @property
     def equal(self) -> bool:
         """Whether nothing differs."""
         return not self.differences
+
+    def sums(self) -> dict[str, "Sums"]:
+        """The differences of experts, group by group."""
+        found: dict[str, Sums] = {}
+        for group, what, expert, changed, total, _ in self.differences:
+            if expert is not None:
+                here = found.setdefault(group, Sums(set(), {}))
+                here.experts.add(expert)
+                before = here.counts.get(what, (0, 0))
+                here.counts[what] = before[0] + changed, before[1] + total
+        return found
+
+
+class Sums(NamedTuple):
+    """Which experts of a group differ, and how much: of codes, scales …, those that were changed
+    and all, of the experts that differ in them."""
+
+    experts: set[int]
+    counts: dict[str, tuple[int, int]]
 
 
 class _Side:
@@ -64,10 +88,15 @@ class _Side:
         self.checkpoint: Checkpoint
         self.model: Model
         if (folder / MANIFEST_NAME).exists():
-            _, self.checkpoint, self.model, *_ = read_stored(folder)
+            output, self.checkpoint, self.model, *_ = read_stored(folder)
+            m = output.manifest
+            origin = f" of {m.repo} at {m.commit}" if m.repo else ""
+            self.kind = f"converted: {m.layout}, tp {m.tp}, ep {m.ep}{origin}"
         else:
             self.checkpoint = read_checkpoint(folder)
             self.model = read_model(self.checkpoint)
+            shards = len(self.checkpoint.shards)
+            self.kind = f"a checkpoint of {shards} shard{'' if shards == 1 else 's'}"
         self.reader = Reader(lambda name: folder / name, progress)
         self._scratch = Scratch()
 
@@ -114,8 +143,9 @@ def diff(
     experts by their codes, scales, zero points and biases. Raises what reading either raises:
     OutputError, CheckpointError (also where a blob was changed), UnsupportedError.
     """
+    begin = time.perf_counter()
     one, other = _Side(Path(a), progress), _Side(Path(b), progress)
-    result = Diff(str(a), str(b))
+    result = Diff(str(a), str(b), one.kind, other.kind)
     try:
         result.differences += _of_files(one, other)
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
@@ -137,6 +167,7 @@ def diff(
         for side in (one, other):
             side.reader.close()
     result.bytes_read = one.reader.bytes_read + other.reader.bytes_read
+    result.seconds = time.perf_counter() - begin
     return result
 
 
@@ -179,6 +210,7 @@ def _tasks(
         )
         yield partial(iter, [Difference(a.name, "experts", text=text)])
         return
+    result.compared[a.name] = len(a.experts)
     for index in range(len(a.experts)):
         result.experts += 1
         yield partial(_of_expert, one, other, a, b, index)

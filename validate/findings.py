@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 CHECKS = {
     "files": ("every file's size, small files' bytes, files that do not belong", "the manifest"),
     "coverage": ("the blobs that the manifest names", "the layers and ranks of config.json"),
+    "alignment": ("where blobs' data and its tensors of whole pages begin",
+                  "multiples of 4,096 bytes"),
+    "provenance": ("the repository and commit that every blob names", "the manifest's"),
     "headers": ("digests, places, shapes and dtypes in the blobs' headers",
                 "the manifest and config.json"),
     "tensors": ("the tensors that are not cut, by name, shape and dtype", "config.json"),
     "source-files": ("small files and groups of tensors", "the source's"),
     "ledger": ("every byte of the source's shards", "what became of it"),
+    "product": ("numbers times one expert a layer, read in the kernels' order",
+                "the same times what the layout's inverse unpacks"),
     "digests": ("the bytes of every tensor and every expert", "the digests in the headers"),
     "finite": ("scales", "NaN and infinity"),
     "common": ("the tensors that are not cut", "the source's, byte for byte"),
@@ -36,14 +41,45 @@ OF_SOURCE = ("source-files", "ledger", "common", "codes", "scales", "zero-points
 ROLE_CHECKS = {"code": "codes", "scale": "scales", "zero_point": "zero-points", "bias": "biases"}
 
 
+Severity = Literal["error", "warning"]
+
+
+class Place(NamedTuple):
+    """Where a matrix in plain order, as a rank holds it, differs from the source's. `expected` and
+    `found` are as stored: a code, or a float's bits; values are what they mean: of a code without
+    its scale, None where that hangs on a zero point or is no finite number."""
+
+    row: int
+    column: int | None  # of scales and zero points a group; None of a bias
+    expected: int
+    found: int
+    expected_value: float | None
+    found_value: float | None
+
+
 class Finding(NamedTuple):
-    """One difference. `expert` is the model's number of it, not the rank's."""
+    """One difference. `expert` is the model's number of it, not the rank's; `severity` warning:
+    nothing that an engine loads is wrong by it."""
 
     file: str
     text: str
     tensor: str | None = None
     expert: int | None = None
     check: str = ""  # of CHECKS
+    severity: Severity = "error"
+    places: tuple[Place, ...] = ()  # the first that differ
+    differing: int | None = None  # how many do, where they were counted
+
+    @property
+    def id(self) -> str:
+        """The same in every run that finds the same."""
+        where = (self.file, self.tensor, self.expert)
+        return ":".join([self.check, *(str(part) for part in where if part is not None)])
+
+    def table(self) -> dict[str, Any]:
+        """For --json."""
+        places = [place._asdict() for place in self.places]
+        return {"id": self.id, **self._asdict(), "places": places, "sentence": str(self)}
 
     def __str__(self) -> str:
         tensor = f", tensor {self.tensor}" if self.tensor else ""
@@ -82,6 +118,36 @@ class Entry(NamedTuple):
     tensors: int
 
 
+class Pace(NamedTuple):
+    """What was read for one group of tensors, in which time."""
+
+    group: str
+    bytes: int
+    seconds: float
+
+
+class SourceShard(NamedTuple):
+    """A file of the source, by what identifies it. `content`: the hash of all of it that it came
+    with, sha256 on the Hub; None: it came with none."""
+
+    name: str
+    bytes: int
+    header: str  # xxh3_128
+    content: str | None
+
+
+class SourceIdentity(NamedTuple):
+    """What the output was compared with."""
+
+    name: str  # a path, or a repository of the Hub
+    commit: str | None
+    shards: list[SourceShard]
+
+    def table(self) -> dict[str, Any]:
+        """For --json."""
+        return {**self._asdict(), "shards": [shard._asdict() for shard in self.shards]}
+
+
 class Tally:
     """What one task looked at, by check."""
 
@@ -103,6 +169,8 @@ class Validation:
     against_source: bool
     sample: int | None  # so many experts a layer were read; None: all
     seed: int | None = None  # that they were drawn with
+    source: SourceIdentity | None = None
+    verified: bool = False  # the source's files were compared with the hashes they came with
     files: int = 0
     tensors: int = 0
     experts: int = 0  # an expert counts once for every rank that holds a part of it
@@ -111,6 +179,7 @@ class Validation:
     findings: list[Finding] = field(default_factory=list)
     unread: list[str] = field(default_factory=list)  # blobs whose headers are not to be trusted
     checks: list[Check] = field(default_factory=lambda: [Check(id) for id in CHECKS])
+    pace: list[Pace] = field(default_factory=list)
     ledger: list[Entry] = field(default_factory=list)
     statistics: "dict[int, LayerStatistics]" = field(default_factory=dict)
 

@@ -21,7 +21,8 @@ def library_codes(quantization: Quantization, packed: NDArray[np.int32]) -> NDAr
     if quantization.scheme == "mxfp4":
         n, k = len(packed), 8 * packed.shape[1]
         values = unpack_fp4_from_uint8(torch.from_numpy(packed.view(np.uint8)), n, k, torch.float32)
-        return (2 * values).to(torch.int8).numpy()
+        doubled: NDArray[np.int8] = (2 * values).to(torch.int8).numpy()
+        return doubled
     bits = quantization.bits
     shape = torch.Size((packed.shape[0], packed.shape[1] * 32 // bits))
     decoded: NDArray[np.int8] = unpack_from_int32(torch.from_numpy(packed), bits, shape).numpy()

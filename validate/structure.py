@@ -63,6 +63,7 @@ def check_files(output: Path, manifest: Manifest) -> Iterator[Finding]:
             yield Finding(
                 name,
                 f"is not in {MANIFEST_NAME}: where a run was interrupted, run it again to finish",
+                severity="warning",
             )
     if (output / INDEX_NAME).exists():
         yield Finding(INDEX_NAME, "lies at the root: other engines would load this folder wrongly")
@@ -112,6 +113,32 @@ def check_headers(manifest: Manifest, blobs: list[Blob], dims: ModelDims) -> Ite
         yield from _check_header(blob, manifest.files[blob.path], manifest, dims)
 
 
+def check_alignment(blobs: list[Blob]) -> Iterator[Finding]:
+    """Data and every tensor of whole pages begin on a page: the runtime reads past the cache."""
+    for blob in blobs:
+        starts = {t.name: t.start for t in blob.header.tensors.values() if t.nbytes % PAGE == 0}
+        if blob.header.data_start % PAGE:
+            text = f"its data starts at byte {blob.header.data_start}, not on a page"
+            yield Finding(blob.path, text, severity="warning")
+        for name, start in starts.items():
+            if start % PAGE:
+                text = f"starts at byte {start:,}, not on a page"
+                yield Finding(blob.path, text, name, severity="warning")
+
+
+def check_provenance(manifest: Manifest, blobs: list[Blob]) -> Iterator[Finding]:
+    """Every blob is of the repository and commit that the manifest names."""
+    for blob in blobs:
+        info = blob.info
+        if (info.repo, info.commit) != (manifest.repo, manifest.commit):
+            found, expected = (
+                f"{repo or 'a local folder'}{f' at {commit}' if commit else ''}"
+                for repo, commit in ((info.repo, info.commit), (manifest.repo, manifest.commit))
+            )
+            text = f"says that it was made from {found}, the manifest {expected}"
+            yield Finding(blob.path, text, severity="warning")
+
+
 def check_common(blobs: list[Blob], family: Family) -> Iterator[Finding]:
     """Common blobs hold every tensor that config.json implies, as it implies it, and no other."""
     common = {blob.group: blob for blob in blobs if blob.info.sharding is None}
@@ -132,8 +159,6 @@ def _check_header(
     if digest(blob.header.raw) != entry.digest or info.fingerprint != entry.fingerprint:
         yield Finding(path, "its header is not the one in the manifest")
         return
-    if blob.header.data_start % PAGE:
-        yield Finding(path, f"its data starts at byte {blob.header.data_start}, not on a page")
     if info.digests.keys() != blob.header.tensors.keys():
         yield Finding(path, "its digests are not those of its tensors")
     for name, digests in info.expert_digests.items():

@@ -88,8 +88,7 @@ def _bench_case(case: Case, work: Path, pairs: int) -> dict[str, Any]:
         if not case.in_memory:
             for name, flags in (("copy_seconds", 0), ("direct_copy_seconds", os.O_DIRECT)):
                 figures[name] = sum(
-                    seconds_of(lambda shard=shard, flags=flags: copy_file(shard, copied, flags))
-                    for shard in shards
+                    seconds_of(partial(copy_file, shard, copied, flags)) for shard in shards
                 )
                 copied.unlink()
         if turn > 0:  # the first one compiles or loads the kernels and touches the memory
@@ -150,6 +149,6 @@ def copy_file(source: Path, target: Path, flags: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """Of this process, and of its workers once they have ended."""
+    """What this process has used, and its workers once they have ended."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(used.ru_utime + used.ru_stime for used in both)

@@ -44,7 +44,7 @@ class PeakMemory:
 
 
 def _private_bytes() -> int:
-    """Of this process and its children; what they share is counted once, which takes longer."""
+    """What this process and its children hold; what they share counts once, which takes longer."""
     children = multiprocessing.active_children()
     if children:
         pids = [os.getpid(), *(child.pid for child in children)]

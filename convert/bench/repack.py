@@ -165,14 +165,15 @@ def _dtype(role: Role, quantization: Quantization) -> Any:
 
 
 def _nbytes(shape: tuple[int, ...], dtype: Any) -> int:
-    return math.prod(shape) * np.dtype(dtype).itemsize
+    return math.prod(shape) * int(np.dtype(dtype).itemsize)
 
 
 def _aligned(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
     """On a cache line, as the converter's own buffers are; touched, so that no page is new."""
     raw = np.zeros(_nbytes(shape, dtype) + 64, np.uint8)
     start = -raw.ctypes.data % 64
-    return raw[start : start + _nbytes(shape, dtype)].view(dtype).reshape(shape)
+    array: NDArray[Any] = raw[start : start + _nbytes(shape, dtype)].view(dtype).reshape(shape)
+    return array
 
 
 def _random(shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:

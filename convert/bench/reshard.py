@@ -82,7 +82,7 @@ def _bench_case(have: Path, work: Path, want: Kind | None, pairs: int) -> dict[s
         copies = []
         for flags in (0, os.O_DIRECT):
             copies.append(
-                sum(seconds_of(lambda f=f, x=flags: copy_file(f, work / "copy", x)) for f in files)
+                sum(seconds_of(partial(copy_file, file, work / "copy", flags)) for file in files)
             )
             (work / "copy").unlink()
         shutil.rmtree(new)

@@ -49,7 +49,7 @@ def bench_plan(as_json: Json = False) -> None:
 @bench.command("convert")
 @explained
 def bench_convert(
-    folder: Annotated[Path, folder_argument("Where to work; takes 20 GB for a while.")],
+    folder: Annotated[Path, folder_argument("Where to work; takes 20 GB for a while.", "FOLDER")],
     pairs: Annotated[int, typer.Option(min=1, help="Conversions and copies, in turn.")] = 5,
     as_json: Json = False,
 ) -> None:
@@ -63,7 +63,7 @@ def bench_convert(
 @bench.command("reshard")
 @explained
 def bench_reshard(
-    folder: Annotated[Path, folder_argument("Where to work; takes 16 GB for a while.")],
+    folder: Annotated[Path, folder_argument("Where to work; takes 16 GB for a while.", "FOLDER")],
     experts: Annotated[int, typer.Option(min=1, max=384, help="Of the layer: 25 MB each.")] = 128,
     pairs: Annotated[int, typer.Option(min=1, help="Of each kind and copies, in turn.")] = 3,
     as_json: Json = False,
@@ -73,6 +73,23 @@ def bench_reshard(
     from kconvert.convert.cli import bench_text
 
     show(measure(folder, experts, pairs), as_json, bench_text.reshard_text, quiet=False)
+
+
+@bench.command("validate")
+@explained
+def bench_validate(
+    folder: Annotated[Path, folder_argument("Where to work; takes 20 GB for a while.")],
+    experts: Annotated[int, typer.Option(min=1, max=384, help="Of the layer: 50 MB each.")] = 384,
+    pairs: Annotated[int, typer.Option(min=1, help="Validations and readings, in turn.")] = 3,
+    as_json: Json = False,
+) -> None:
+    """Validating a true-size K2.6 layer from disk against reading source and blobs once."""
+    from kconvert.convert.bench.validation import bench_validate as measure
+    from kconvert.convert.cli import bench_text
+    from kconvert.validate import validate
+
+    table = measure(folder, lambda output, source: validate(output, source).ok, experts, pairs)
+    show(table, as_json, bench_text.validate_text, quiet=False)
 
 
 @bench.command("moe")
@@ -168,7 +185,7 @@ def bench_load(
     show(result, as_json, bench_text.load_text, quiet=False)
 
 
-Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].')]
+Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].', "PROMPTS")]
 Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
 
@@ -177,7 +194,7 @@ NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
 @explained
 def bench_decode(
     output: Annotated[Path, folder_argument("A converted folder.")],
-    drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.")],
+    drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.", "DRAFTER")],
     prompts: Prompts,
     count: Count = None,
     new_tokens: NewTokens = 128,
@@ -216,7 +233,7 @@ def bench_decode(
 @bench.command("exact")
 @explained
 def bench_exact(
-    drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.")],
+    drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.", "DRAFTER")],
     prompts: Prompts,
     outputs: Annotated[list[Path], typer.Argument(help="Converted folders.")],
     count: Count = None,

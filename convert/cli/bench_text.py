@@ -250,6 +250,18 @@ def reshard_text(table: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def validate_text(table: dict[str, Any]) -> str:
+    """`bench validate`: a ratio of 1 is as quick as only reading the same bytes."""
+    return (
+        f"{_machine(table)}, {table['bytes'] / 1e9:.1f} GB of source"
+        f" and blobs\nvalidate {table['seconds']:>8.2f} s {table['gbps']:>6.2f} GB/s\n"
+        f"read     {table['read_seconds']:>8.2f} s {table['read_gbps']:>6.2f} GB/s\n"
+        f"read / validate {table['ratio_to_reading']:.2f}; core-seconds a GB"
+        f" {table['core_seconds_per_gb']:.2f}, of reading {table['read_core_seconds_per_gb']:.2f};"
+        f" at most {table['peak_private_bytes'] / 2**30:.2f} GiB"
+    )
+
+
 def plan_text(table: dict[str, Any]) -> str:
     """`bench plan` as a table."""
     lines = [_machine(table)]

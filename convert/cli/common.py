@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, ParamSpec
 
 import typer
 
+from kconvert.convert.output.runlog import COMMAND
 from kconvert.layouts.errors import KconvertError, UnavailableError
 
 if TYPE_CHECKING:
@@ -48,19 +49,19 @@ _ADVICE = {
 _EXHAUSTED = {
     "can't start new thread": "no more threads can be started: raise the limit of processes"
     " (ulimit -u, or the container's), or give fewer --workers.",
-    "can't allocate memory": "no more memory can be had: free some, or raise the limit.",
+    "can't allocate memory": "the memory is used up: free some, or raise the limit.",
 }
 
 
 def folder(text: str) -> Path:
-    """A path; not the current folder where an unset variable left nothing."""
+    """A path; not the current folder if an unset variable left nothing."""
     if not text:
         raise typer.BadParameter("it is empty")
     return Path(text)
 
 
-def folder_argument(text: str) -> Any:
-    return typer.Argument(parser=folder, metavar="FOLDER", help=text)
+def folder_argument(text: str, name: str = "OUTPUT") -> Any:
+    return typer.Argument(parser=folder, metavar=name, help=text)
 
 
 # The choices of kconvert.runtime.backends, which loads torch.
@@ -68,29 +69,40 @@ DtypeName = Literal["float32", "bfloat16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 Dtype = Annotated[
     DtypeName | None,
-    typer.Option("--dtype", help="What is computed in: float32, on the GPU bfloat16."),
+    typer.Option("--dtype", help="What is computed in: float32 if not given, on a GPU bfloat16."),
 ]
 Device = Annotated[
     DeviceName,
-    typer.Option("--device", help="auto: a GPU if there is one that can."),
+    typer.Option("--device", help="auto: a GPU, if one is here that can run it."),
 ]
 # As in kconvert.layouts.registry, which is not for `--help` to load.
 LayoutName = Literal["marlin", "w4a16"]
 CacheDir = Annotated[
-    Path | None, typer.Option(parser=folder, help="huggingface_hub's cache, if not its own.")
+    Path | None,
+    typer.Option(parser=folder, help="The cache to use instead of huggingface_hub's default."),
 ]
+Tp = Annotated[int, typer.Option(help="Tensor parallelism: the number of ranks, one for each GPU.")]
+Ep = Annotated[int, typer.Option(help="Expert parallelism; it must divide tp.")]
 Json = Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress, no summary.")]
+Report = Annotated[
+    Path | None,
+    typer.Option(metavar="FILE", help="Also write what was found into this file, as HTML."),
+]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what another run wrote.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan; write nothing.")]
 Verify = Annotated[
-    bool, typer.Option("--verify", help="Compare a source folder with the hashes at hand.")
+    bool,
+    typer.Option(
+        "--verify", help="Compare the source's files with the hashes that came with them."
+    ),
 ]
 Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if not given.")]
 IgnoreConfigKey = Annotated[
     list[str] | None,
     typer.Option(
-        metavar="KEY", help="Of config.json: not known here, and known to you to be nothing."
+        metavar="KEY",
+        help="A key of config.json that is not known here, and that you know to change nothing.",
     ),
 ]
 Layers = Annotated[str | None, typer.Option(metavar="LIST", help="Only these layers: 0-3,60.")]
@@ -102,6 +114,7 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
 
     @functools.wraps(command)
     def run(*args: P.args, **kwargs: P.kwargs) -> None:
+        before = COMMAND.set(sys.argv)
         try:
             command(*args, **kwargs)
         except tuple(kind for kind, _ in EXIT_CODES) as error:
@@ -114,6 +127,8 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
                 raise
             to_stderr(f"kconvert: {sentence}")
             raise typer.Exit(3) from None
+        finally:
+            COMMAND.reset(before)
 
     return run
 
@@ -126,7 +141,9 @@ def interrupted() -> str:
 
 def sentence_of(error: BaseException) -> str:
     """What a person is told of an expected failure."""
-    if isinstance(error, OSError) and not isinstance(error, KconvertError):
+    if isinstance(error, KconvertError):
+        return str(error)
+    if isinstance(error, OSError):
         where = f"{error.filename}: " if error.filename else ""
         advice = _ADVICE.get(error.errno or 0)
         return f"{where}{error.strerror or error}" + (f": {advice}." if advice else ".")
@@ -136,7 +153,7 @@ def sentence_of(error: BaseException) -> str:
 
 
 def numbers(option: str, text: str | None) -> list[int] | None:
-    """0-3,60 → [0, 1, 2, 3, 60]; a usage error where it is not such a list."""
+    """0-3,60 → [0, 1, 2, 3, 60]; a usage error if it is not such a list."""
     if text is None:
         return None
     try:
@@ -151,8 +168,16 @@ def numbers(option: str, text: str | None) -> list[int] | None:
     return sorted({n for first, last in bounds for n in range(first, last + 1)})
 
 
+def check_report(report: Path | None) -> None:
+    """A usage error, before hours of work, where a report could not be written."""
+    if report is not None and not report.parent.is_dir():
+        raise typer.BadParameter(f"{report.parent} is no folder here", param_hint="--report")
+    if report is not None and report.is_dir():
+        raise typer.BadParameter(f"{report} is a folder; name a file", param_hint="--report")
+
+
 def draft_budget(text: str) -> int | str:
-    """`auto` or a number of nodes; a usage error where it is neither."""
+    """`auto` or a number of nodes; a usage error if it is neither."""
     if text == "auto":
         return text
     try:
@@ -167,7 +192,7 @@ def draft_budget(text: str) -> int | str:
 
 
 def token_ids(text: str) -> list[int]:
-    """1,2,3 → [1, 2, 3]; a usage error where it is not such a list."""
+    """1,2,3 → [1, 2, 3]; a usage error if it is not such a list."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -189,17 +214,14 @@ def show(
 
 
 @contextmanager
-def progress_bar(
-    what: str, total: int | None, quiet: bool, done: int = 0
-) -> Iterator[Callable[[int], None]]:
-    """A bar in bytes with rate and time left, on stderr where that is a terminal."""
+def progress_bar(what: str, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """Bytes and their rate, on stderr if that is a terminal."""
     from tqdm import tqdm
 
     disable = True if quiet else None
     tqdm.monitor_interval = 0  # no thread that looks after the bar: every update may draw it
     with tqdm(
-        desc=what, total=total, initial=done, unit="B", unit_scale=True, disable=disable,
-        dynamic_ncols=True, miniters=1,
+        desc=what, unit="B", unit_scale=True, disable=disable, dynamic_ncols=True, miniters=1,
     ) as bar:  # fmt: skip
         yield lambda count: bar.update(count) and None
 
@@ -233,7 +255,7 @@ def reporting(work: "Work", quiet: bool, what: str = "convert") -> Iterator["Met
 
 
 def _columns() -> int:
-    """Of the terminal that stderr is, but for the last, behind which some begin a new line."""
+    """The columns of the terminal less the last, after which some begin a new line."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):

@@ -9,12 +9,14 @@ import typer
 from kconvert.convert.cli.common import (
     CacheDir,
     DryRun,
+    Ep,
     Json,
     Layers,
     LayoutName,
     Overwrite,
     Quiet,
     Ranks,
+    Tp,
     Verify,
     Workers,
     explained,
@@ -38,10 +40,10 @@ def convert(
     ],
     output: Annotated[Path, folder_argument("The folder to write; resumed if it is there.")],
     layout: Annotated[
-        LayoutName, typer.Option(help="The order of codes that the kernels read.")
+        LayoutName, typer.Option(help="The order in which the kernels read codes.")
     ] = "marlin",
-    tp: Annotated[int, typer.Option(help="World size: ranks, one a GPU.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert parallelism; divides tp.")] = 1,
+    tp: Tp = 1,
+    ep: Ep = 1,
     layers: Layers = None,
     ranks: Ranks = None,
     revision: Annotated[
@@ -53,16 +55,17 @@ def convert(
     ] = False,
     share: Annotated[
         str | None,
-        typer.Option(metavar="I/N", help="Only share I of N; given by torchrun and srun."),
+        typer.Option(metavar="I/N", help="Convert share I of N; torchrun and srun set it."),
     ] = None,
-    shard: Annotated[str | None, typer.Option(hidden=True)] = None,  # what it was once called
     workers: Workers = None,
     text_only: Annotated[
         bool, typer.Option("--text-only", help="Leave the vision tower out.")
     ] = False,
     scale_dtype: Annotated[
         Literal["bfloat16"] | None,
-        typer.Option(help="Cast the experts' scales, and say what is lost; kept if not given."),
+        typer.Option(
+            help="Cast the experts' scales, and say how many were rounded; kept if not given."
+        ),
     ] = None,
     verify: Verify = False,
     overwrite: Overwrite = False,
@@ -70,10 +73,10 @@ def convert(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Compile a checkpoint into one folder of blobs a GPU.
+    """Compile a checkpoint into one folder of blobs for each GPU.
 
-    Several machines on one output: each runs the same command as its share, by --share or as a
-    launcher says (RANK and WORLD_SIZE, or srun's variables).
+    The same command resumes a run that was interrupted. To use several machines on one output, run
+    the same command on each with its --share, or under torchrun or srun.
     """
     from kconvert.convert.cli import text
     from kconvert.convert.output import publish
@@ -83,8 +86,6 @@ def convert(
 
     if not source:
         raise typer.BadParameter("it is empty", param_hint="SOURCE")
-    if shard is not None:
-        raise typer.BadParameter(f"it is called --share now: --share {shard}", param_hint="--shard")
     options = Options(
         layout=layout,
         tp=tp,
@@ -115,7 +116,8 @@ def convert(
 
 @explained
 def finish(
-    output: Annotated[Path, folder_argument("What shares have converted.")], as_json: Json = False
+    output: Annotated[Path, folder_argument("The folder that the shares have written.")],
+    as_json: Json = False,
 ) -> None:
     """Write the manifest of an output whose shares have all ended."""
     from kconvert.convert.cli import text

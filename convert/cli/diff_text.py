@@ -13,17 +13,12 @@ _MOST = 40  # lines
 
 def diff_table(result: "Diff") -> dict[str, Any]:
     """The outcome, and each group's sums."""
-    sums: dict[str, dict[str, Any]] = {}
-    for group, what, expert, changed, total, _ in result.differences:
-        if expert is not None:
-            entry = sums.setdefault(group, {"experts": set()})
-            entry["experts"].add(expert)
-            counts = entry.setdefault(what, {"changed": 0, "of": 0})
-            counts["changed"] += changed
-            counts["of"] += total
     layers = {
-        group: {name: sorted(v) if isinstance(v, set) else v for name, v in entry.items()}
-        for group, entry in sums.items()
+        group: {
+            "experts": sorted(sums.experts),
+            **{what: {"changed": n, "of": of} for what, (n, of) in sums.counts.items()},
+        }
+        for group, sums in result.sums().items()
     }
     differences = [difference._asdict() for difference in result.differences]
     return {**vars(result), "equal": result.equal, "layers": layers, "differences": differences}

@@ -16,14 +16,14 @@ from kconvert.convert.cli.common import (
 
 @explained
 def doctor(
-    output: Annotated[Path, folder_argument("Where an output would go.")] = Path("."),
+    output: Annotated[Path, folder_argument("Where an output would go.", "FOLDER")] = Path("."),
     cache_dir: CacheDir = None,
     as_json: Json = False,
 ) -> None:
-    """Say what is here, and what would limit a conversion of K2.6 here, in hours.
+    """Say what this machine has, what would limit converting K2.6 here, and how long that takes.
 
-    Measures for some seconds: writes 256 MiB to the output's disk and the cache's. Exits with 1
-    where there are problems.
+    Measures for some seconds, and writes 256 MiB to the output's disk and to the cache's. Exits
+    with 1 if there are problems.
     """
     from kconvert.convert.doctor.diagnose import diagnose, doctor_text
 

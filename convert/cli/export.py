@@ -17,12 +17,12 @@ from kconvert.convert.cli.common import (
 @explained
 def export(
     output: Annotated[Path, folder_argument("A converted folder.")],
-    new: Annotated[Path, folder_argument("The folder to write; resumed if it is there.")],
+    new: Annotated[Path, folder_argument("The folder to write; resumed if it is there.", "NEW")],
     workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Turn an output back into a checkpoint: the bytes of every tensor that it was made from.
+    """Turn an output back into the checkpoint, byte for byte.
 
     Every expert is compared with its digests on the way.
     """

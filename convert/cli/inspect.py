@@ -28,9 +28,9 @@ def inspect(
     ] = None,
     as_json: Json = False,
 ) -> None:
-    """Say what something is, and what it holds.
+    """Say what a path is and what it holds.
 
-    Exits with 2 where it is nothing that can be converted or run.
+    Exits with 2 if it is nothing that can be converted or run.
     """
     from kconvert.convert.cli import text
     from kconvert.convert.inspect import inspect as look

@@ -46,9 +46,7 @@ app.add_typer(bench, name="bench")
 def main() -> None:
     """The console script: `run`, and an end to all threads."""
     hold_streams()
-    # Nothing here multiplies by numpy, and where its BLAS cannot start a thread for every core, it
-    # interrupts the program.
-    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    set_environment()
     try:
         run()
     except SystemExit as ended:
@@ -66,6 +64,18 @@ def main() -> None:
         for sign in (signal.SIGINT, signal.SIGTERM):
             signal.signal(sign, signal.SIG_IGN)  # all is done and said; Python may end in peace
         raise
+
+
+def set_environment() -> None:
+    """What libraries read when they are imported: before that, and not for a program that imports
+    us."""
+    # Nothing here multiplies by numpy, and if its BLAS cannot start a thread for every core, it
+    # interrupts the program.
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+    # huggingface_hub warns of what is tried again, and draws bars of its own: what fails in the
+    # end, and how far a run is, is said by us.
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
 
 def run() -> None:

@@ -7,10 +7,12 @@ import typer
 
 from kconvert.convert.cli.common import (
     DryRun,
+    Ep,
     Json,
     LayoutName,
     Overwrite,
     Quiet,
+    Tp,
     Workers,
     explained,
     folder_argument,
@@ -22,11 +24,11 @@ from kconvert.convert.cli.common import (
 @explained
 def reshard(
     output: Annotated[Path, folder_argument("A converted folder.")],
-    new: Annotated[Path, folder_argument("The folder to write; resumed if it is there.")],
-    tp: Annotated[int, typer.Option(help="World size: ranks, one a GPU.")],
-    ep: Annotated[int, typer.Option(help="Expert parallelism; divides tp.")] = 1,
+    new: Annotated[Path, folder_argument("The folder to write; resumed if it is there.", "NEW")],
+    tp: Tp,
+    ep: Ep = 1,
     layout: Annotated[
-        LayoutName | None, typer.Option(help="The order of codes; as it is if not given.")
+        LayoutName | None, typer.Option(help="The order of codes; the same if not given.")
     ] = None,
     workers: Workers = None,
     overwrite: Overwrite = False,
@@ -34,10 +36,10 @@ def reshard(
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Make an output for another number of ranks, or layout, from its blobs, without the source.
+    """Convert an output for other ranks or another layout, without the source.
 
-    NEW becomes what a conversion of the source would be, bit for bit; what both have in common is
-    linked where the file system can.
+    NEW becomes what a conversion of the source would be, bit for bit. Files that both have in
+    common are linked if the file system can do that.
     """
     from kconvert.convert.cli import text
     from kconvert.convert.output import publish

@@ -28,32 +28,40 @@ def smoke_generate(
     drafter: Annotated[
         Path | None, typer.Option(parser=folder, help="The folder of a DFlash drafter.")
     ] = None,
-    prompt: Annotated[str | None, typer.Option(metavar="TEXT", help="To be continued.")] = None,
-    tokens: Annotated[str | None, typer.Option(metavar="LIST", help="Or token ids: 1,2,3.")] = None,
-    chat: Annotated[bool, typer.Option("--chat", help="The prompt is a chat message.")] = False,
-    mode: Annotated[
-        Mode | None, typer.Option(help="ddtree if not given, without a drafter ar.")
+    prompt: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The text to continue.")
     ] = None,
-    budget: Annotated[str, typer.Option(metavar="N|auto", help="Nodes of a draft.")] = "auto",
-    max_new_tokens: Annotated[int, typer.Option(min=0, help="At most so many.")] = 64,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token.")] = 0.0,
-    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Of sampling.")] = 0,
+    tokens: Annotated[
+        str | None, typer.Option(metavar="LIST", help="The same as token ids: 1,2,3.")
+    ] = None,
+    chat: Annotated[
+        bool, typer.Option("--chat", help="Put the prompt into the chat template.")
+    ] = False,
+    mode: Annotated[
+        Mode | None, typer.Option(help="ddtree if not given; without a drafter, ar.")
+    ] = None,
+    budget: Annotated[str, typer.Option(metavar="N|auto", help="Drafted tokens a step.")] = "auto",
+    max_new_tokens: Annotated[
+        int, typer.Option(min=0, help="How many tokens to generate at most.")
+    ] = 64,
+    temperature: Annotated[float, typer.Option(help="0 takes the likeliest token.")] = 0.0,
+    seed: Annotated[int, typer.Option(min=0, max=2**64 - 1, help="Seed of sampling.")] = 0,
     dtype: Dtype = None,
     device: Device = "auto",
     chain_seed: Annotated[
-        bool, typer.Option("--chain-seed", help="Trees begin with the likeliest chain.")
+        bool, typer.Option("--chain-seed", help="Let every tree begin with the likeliest chain.")
     ] = False,
     check_exact: Annotated[
-        bool, typer.Option("--check-exact", help="Compare every logit's bits with ar's.")
+        bool, typer.Option("--check-exact", help="Compare every logit, bit for bit, with ar's.")
     ] = False,
     ignore_config_key: IgnoreConfigKey = None,
     as_json: Json = False,
 ) -> None:
-    """Generate, and say how fast and how exact.
+    """Generate text from an output, and say how fast and how exact that was.
 
-    A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert smoke-generate …
+    For an output of N ranks: torchrun --nproc-per-node N --no-python kconvert smoke-generate …
 
-    Exits with 1 where --check-exact finds a difference.
+    Exits with 1 if --check-exact finds a difference.
     """
     from kconvert.convert.cli import text
     from kconvert.runtime.smoke import Request, smoke

@@ -25,22 +25,25 @@ Preset = Literal[
 
 @explained
 def synth(
-    output: Annotated[Path, folder_argument("An empty or new folder.")],
-    preset: Annotated[Preset, typer.Option(help="Whose sizes it has.")] = "k2.6",
+    output: Annotated[Path, folder_argument("An empty or new folder.", "FOLDER")],
+    preset: Annotated[Preset, typer.Option(help="The model whose sizes it has.")] = "k2.6",
     layers: Layers = None,
     experts: Annotated[int | None, typer.Option(help="Routed experts a layer.")] = None,
-    seed: Annotated[int, typer.Option(help="Of the random weights.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random weights.", min=0)] = 0,
     sparse: Annotated[
-        bool, typer.Option("--sparse", help="Headers alone: files of full size that take no space.")
+        bool,
+        typer.Option(
+            "--sparse", help="Write headers alone: files of full size that take no space."
+        ),
     ] = False,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
-    """Write a checkpoint of a model's names, shapes and format with random weights, for trials."""
+    """Write a checkpoint in a model's exact format, with random weights, to try things on."""
     from kconvert.convert.cli import text
     from kconvert.convert.synth import write as maker
 
-    with progress_bar("synth", None, quiet) as progress:
+    with progress_bar("synth", quiet) as progress:
         shards = maker.synth(
             output, preset, layers=numbers("--layers", layers), experts=experts, seed=seed,
             sparse=sparse, progress=progress,

@@ -188,19 +188,21 @@ def _notes(table: dict[str, Any]) -> list[str]:
 
 def validation_table(result: "Validation") -> dict[str, Any]:
     """The outcome of a validation, as validate/schema/1.json describes it."""
-    findings = [{**finding._asdict(), "sentence": str(finding)} for finding in result.findings]
-    return {
+    table = {
         **vars(result),
         "ok": result.ok,
-        "findings": findings,
+        "source": result.source and result.source.table(),
+        "findings": [finding.table() for finding in result.findings],
         "checks": [check.table() for check in result.checks],
+        "pace": [pace._asdict() for pace in result.pace],
         "ledger": [entry._asdict() for entry in result.ledger],
         "statistics": {str(n): layer.table() for n, layer in sorted(result.statistics.items())},
     }
+    return {**table, "summary": _summary(table)}
 
 
-def validation_text(table: dict[str, Any]) -> str:
-    """The same for a person; the first 20 findings."""
+def _summary(table: dict[str, Any]) -> str:
+    """One line: what was found, and how much was looked at."""
     checked = (
         f"{table['files']} files, {table['tensors']:,} tensors, {table['experts']:,} expert parts,"
         f" {size(table['bytes_read'])} read"
@@ -213,9 +215,23 @@ def validation_text(table: dict[str, Any]) -> str:
         )  # fmt: skip
         part = "" if table["complete"] else "; the output is not complete yet"
         return f"ok: {checked}; {proof}{part}"
+    warnings = sum(finding["severity"] == "warning" for finding in table["findings"])
+    errors = len(table["findings"]) - warnings
+    counts = [(errors, "error"), (warnings, "warning")]
+    found = ", ".join(f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in counts if n)
+    return f"{'DIFFERENT' if errors else 'WARNING'}: {found}; {checked}"
+
+
+def validation_text(table: dict[str, Any]) -> str:
+    """The same for a person; the first 20 findings."""
+    if table["ok"]:
+        return str(table["summary"])
     found = table["findings"]
-    lines = [f"DIFFERENT: {len(found)} finding(s); {checked}"]
-    lines += [f"  {finding['sentence']}" for finding in found[:20]]
+    lines = [table["summary"]]
+    lines += [
+        f"  {'warning: ' if finding['severity'] == 'warning' else ''}{finding['sentence']}"
+        for finding in found[:20]
+    ]
     if len(found) > 20:
         lines.append(f"  and {len(found) - 20} more (--json has all)")
     lines.append("to mend a blob, delete it and run the same `kconvert convert` again")

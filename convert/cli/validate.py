@@ -6,10 +6,13 @@ from typing import Annotated
 import typer
 
 from kconvert.convert.cli.common import (
+    CacheDir,
     Json,
     Quiet,
+    Report,
     Verify,
     Workers,
+    check_report,
     explained,
     folder,
     folder_argument,
@@ -22,40 +25,54 @@ from kconvert.convert.cli.common import (
 def validate(
     output: Annotated[Path, folder_argument("A converted folder.")],
     source: Annotated[
-        Path | None, typer.Option(parser=folder, help="The checkpoint it was made from.")
+        str | None,
+        typer.Option(help="The checkpoint it was made from: a folder, or its name on the Hub."),
     ] = None,
     sample: Annotated[
-        int | None, typer.Option(min=1, help="Only so many experts a layer; all if not given.")
+        int | None,
+        typer.Option(min=1, help="How many experts of each layer to check; all if not given."),
     ] = None,
     seed: Annotated[
-        int | None, typer.Option(min=0, help="What they are drawn with; at random if not given.")
+        int | None, typer.Option(min=0, help="Seed to draw them with; random if not given.")
     ] = None,
-    report: Annotated[
-        Path | None, typer.Option(help="Also write what was found into this file, as HTML.")
-    ] = None,
+    report: Report = None,
     verify: Verify = False,
+    revision: Annotated[
+        str | None, typer.Option(help="On the Hub; the commit that the output names if not given.")
+    ] = None,
+    cache_dir: CacheDir = None,
+    work_dir: Annotated[
+        Path | None,
+        typer.Option(parser=folder, help="Where shards are downloaded to; the cache if not given."),
+    ] = None,
     workers: Workers = None,
     as_json: Json = False,
     quiet: Quiet = False,
 ) -> None:
     """Check an output: structure, digests, and codes and scales equal to the source's.
 
-    Exits with 1 where anything differs.
+    Exits with 1 if anything differs.
     """
     from kconvert.convert.cli import text
+    from kconvert.convert.source import hub_name
     from kconvert.validate import validate as check
 
-    if report is not None and not report.parent.is_dir():
-        raise typer.BadParameter(f"{report.parent} is no folder here", param_hint="--report")
-    with progress_bar("validate", None, quiet) as progress:
+    check_report(report)
+    if source == "":
+        raise typer.BadParameter("it is empty", param_hint="--source")
+    with (
+        progress_bar("download", quiet or not source or not hub_name(source)) as downloaded,
+        progress_bar("validate", quiet) as progress,
+    ):
         result = check(
-            output, source, sample=sample, seed=seed, verify=verify, workers=workers,
-            progress=progress,
+            output, source, sample=sample, seed=seed, verify=verify, revision=revision,
+            cache_dir=cache_dir, work_dir=work_dir, workers=workers, progress=progress,
+            downloaded=downloaded,
         )  # fmt: skip
     if report is not None:
         from kconvert.validate.report.write import write_report
 
-        write_report(result, output, source, report)
+        write_report(result, output, report)
     show(text.validation_table(result), as_json, text.validation_text, quiet)
     if not result.ok:
         raise typer.Exit(1)

@@ -22,7 +22,7 @@ class Rates(NamedTuple):
 
     sha256: float | None  # one core; a shard is hashed in order
     pack: float | None  # one core
-    cores: float  # how many; a share where a cgroup allows only that
+    cores: float  # how many; a share if a cgroup allows only that
     write: float | None  # the output's disk
     read: float | None
 
@@ -101,7 +101,7 @@ def estimate(rates: Rates) -> dict[str, Any]:
 
 
 def _hours(gbps: float) -> float:
-    """Of K2.6 at so many GB/s."""
+    """How long K2.6 takes at so many GB/s."""
     return K26_BYTES / gbps / 1e9 / 3600
 
 

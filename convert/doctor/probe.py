@@ -121,13 +121,13 @@ def cpu_quota(root: Path = ROOT) -> float | None:
     return min(quotas, default=None)
 
 
-def disk(folder: Path, root: Path = ROOT) -> dict[str, Any]:
-    """Space and file system of the folder, or of its nearest parent where it is not there yet."""
+def disk(folder: Path) -> dict[str, Any]:
+    """Space and file system of the folder, or of its nearest parent if it is not there yet."""
     there = nearest(folder)
     usage = shutil.disk_usage(there)
     return {
         "folder": str(folder),
-        "file_system": file_system(mounts(_text(root / "proc/self/mountinfo")), there),
+        "file_system": file_system(mounts(_text(ROOT / "proc/self/mountinfo")), there),
         "total": usage.total,
         "free": usage.free,
         "writable": os.access(there, os.W_OK | os.X_OK),
@@ -147,7 +147,7 @@ def nearest(folder: Path) -> Path:
 
 def disk_speed(folder: Path, nbytes: int = _DISK_BYTES) -> dict[str, Any]:
     """GB/s of one stream of writes with a sync, and of reads of the same, past the page cache
-    where the file system can, as the converter writes. At most 3 s each, and a quarter of what
+    if the file system can, as the converter writes. At most 3 s each, and a quarter of what
     is free; the file has no name while it is measured, so that nothing can leave it behind."""
     speed: dict[str, Any] = {"write_gbps": None, "read_gbps": None, "direct": None, "why": None}
     there = nearest(folder)
@@ -166,7 +166,7 @@ def disk_speed(folder: Path, nbytes: int = _DISK_BYTES) -> dict[str, Any]:
 
 
 def _stream(folder: Path, pieces: int, flags: int) -> dict[str, float]:
-    """Write and read so many pieces; OSError EINVAL or EOPNOTSUPP where the flags are refused."""
+    """Write and read so many pieces; OSError EINVAL or EOPNOTSUPP if the flags are refused."""
     named, name = tempfile.mkstemp(prefix=".kconvert-doctor-", dir=folder)
     try:
         fd = os.open(name, os.O_RDWR | flags)
@@ -253,7 +253,7 @@ def packages() -> dict[str, str | None]:
 
 
 def hub() -> dict[str, Any]:
-    """How huggingface_hub is set up. Of the token only whether there is one, and from where."""
+    """How huggingface_hub is set up; of a token only that there is one, and from where."""
     from huggingface_hub import constants
 
     return {
@@ -323,7 +323,7 @@ def gpu() -> dict[str, Any]:
 
 
 def _text(path: Path) -> str:
-    """A file of /proc or /sys; empty where it is missing or not ours to read."""
+    """A file of /proc or /sys; empty if it is missing or not ours to read."""
     try:
         return path.read_text()
     except OSError:

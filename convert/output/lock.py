@@ -27,11 +27,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from kconvert.convert.output.disk import naming
+from kconvert.convert.output.runlog import LOG_NAME
 from kconvert.convert.share import Share
-from kconvert.layouts.errors import UnavailableError, one_line
+from kconvert.layouts.errors import LockedOutputError, one_line
 
 OWNER_NAME = "owner"
-LOG_NAME = "runs.jsonl"  # never deleted, so that its lock can guard the owner files
 _log = logging.getLogger(__name__)
 
 
@@ -56,7 +56,7 @@ class Owner:
     """The right to change an output, or one share of it, until `release`."""
 
     def __init__(self, path: Path) -> None:
-        """Create the file `path`; FileExistsError where it is there."""
+        """Create the file `path`; FileExistsError if it is there."""
         self.token = secrets.token_hex(8)
         self._path = path
         self._fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o666)
@@ -76,7 +76,7 @@ class Owner:
     def check(self) -> None:
         """Raise UnavailableError unless the output is still this run's."""
         if not self._ours():
-            raise UnavailableError(
+            raise LockedOutputError(
                 f"{self._path} is not this run's any more: another run took the output over when"
                 " this one gave no sign of life, or somebody deleted the file. What is published"
                 " stays; run the same command again when no other run is at work."
@@ -107,7 +107,7 @@ class Owner:
                 self._write()
 
     def _write(self) -> None:
-        """In place, always of the same length; where another run has taken over, into a file
+        """In place, always of the same length; if another run has taken over, into a file
         that has no name any more."""
         self._beats += 1
         table = {
@@ -126,8 +126,8 @@ class Owner:
 def owned(work: Path, share: Share | None = None) -> Iterator[Owner]:
     """Own the work folder, or a share of it whose folder in it exists, while the block runs.
 
-    Shares of one count work side by side, nothing else does. Raises UnavailableError where another
-    run lives; waits where that is not known.
+    Shares of one count work side by side, nothing else does. Raises UnavailableError if another
+    run lives; waits if that is not known.
     """
     owner = _take(work, share)
     try:
@@ -163,7 +163,7 @@ def _created(path: Path, work: Path, share: Share | None) -> Owner:
     try:
         owner = Owner(path)
     except FileExistsError:
-        raise UnavailableError(f"{path} was just taken by another run: one at a time.") from None
+        raise LockedOutputError(f"{path} was just taken by another run: one at a time.") from None
     # Only now, so that of two that start at once at least one sees the other.
     for other in _rivals(work, share):
         if (content := _read(other)) is not None:
@@ -184,7 +184,7 @@ def _rivals(work: Path, share: Share | None) -> list[Path]:
 
 def _watch(unknown: dict[Path, bytes]) -> dict[Path, bytes]:
     """Wait for a sign of life in owner files, and return those that gave none; UnavailableError
-    where one did."""
+    if one did."""
     first, content = next(iter(unknown.items()))
     more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
     notice = (
@@ -257,7 +257,7 @@ def _looking(work: Path) -> Iterator[None]:
 
 
 def _refuse(path: Path, content: bytes) -> NoReturn:
-    raise UnavailableError(
+    raise LockedOutputError(
         f"{path} says that another run is at work here ({_who(content)}): wait for it to end."
     )
 
@@ -268,7 +268,7 @@ def _who(content: bytes) -> str:
 
 
 def _parsed(content: bytes) -> dict[str, object]:
-    """An owner file; empty where it is being written, or was cut by a power loss."""
+    """An owner file; empty if it is being written, or was cut by a power loss."""
     try:
         table = json.loads(content)
     except ValueError:
@@ -277,7 +277,7 @@ def _parsed(content: bytes) -> dict[str, object]:
 
 
 def _read(path: Path) -> bytes | None:
-    """An owner file; opened anew each time, as only then a network file system asks the server."""
+    """An owner file; opened again each time, as only then a network file system asks the server."""
     try:
         with naming(path):
             return path.read_bytes()

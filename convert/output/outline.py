@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, read_blob
-from kconvert.layouts.errors import OutputError
+from kconvert.layouts.errors import OutputError, UnfinishedOutputError
 from kconvert.layouts.manifest import WORK_FOLDER, FileEntry, Manifest, read_manifest
 from kconvert.layouts.model import VISION
 
@@ -41,9 +41,9 @@ class Outline:
         return json.dumps(asdict(self), indent=1, sort_keys=True).encode() + b"\n"
 
     def manifest(self, output: Path) -> Manifest:
-        """Of what lies in `output` now; complete where nothing is wanting.
+        """The manifest of what lies in `output` now; complete if nothing is missing.
 
-        Raises OutputError where a file there is another than it should be.
+        Raises OutputError if a file there is another than it should be.
         """
         files: dict[str, FileEntry] = {}
         for name, wanted in self.small_files.items():
@@ -51,15 +51,15 @@ class Outline:
                 content = (output / name).read_bytes()
                 files[name] = FileEntry(len(content), digest(content))
                 _check(output / name, files[name].digest, wanted)
-        for name, wanted in self.blobs.items():
+        for name, fingerprint in self.blobs.items():
             path = output / name
             if path.is_file():
                 header, info = read_blob(path)
                 size = path.stat().st_size
                 files[name] = FileEntry(size, digest(header.raw), info.fingerprint)
-                _check(path, info.fingerprint, wanted)
+                _check(path, info.fingerprint, fingerprint)
         expected = self.small_files.keys() | self.blobs.keys()
-        # Vision may be wanting where this or an earlier run was told to leave it out.
+        # Vision may be missing if this or an earlier run was told to leave it out.
         text_only = self.text_only and _VISION_BLOB not in files
         if text_only:
             expected -= {_VISION_BLOB}
@@ -92,7 +92,7 @@ class Earlier(NamedTuple):
 
 
 def read_earlier(output: Path) -> Earlier:
-    """What conversions have left in `output`, finished or not; nothing where there were none."""
+    """What conversions have left in `output`, finished or not; nothing if there were none."""
     names: set[str] = set()
     fingerprints: dict[str, str | None] = {}
     with suppress(OutputError):
@@ -115,7 +115,7 @@ def _missing(output: Path, names: Collection[str]) -> list[str]:
 
 
 def read_outline(output: Path) -> Outline:
-    """What runs left in `output`; OutputError where none did."""
+    """What runs left in `output`; OutputError if none did."""
     path = output / WORK_FOLDER / OUTLINE_NAME
     try:
         table = json.loads(path.read_bytes())
@@ -124,7 +124,7 @@ def read_outline(output: Path) -> Outline:
             raise TypeError
         return outline
     except (AttributeError, OSError, TypeError, ValueError):
-        raise OutputError(
+        raise UnfinishedOutputError(
             f"{output} has no readable {WORK_FOLDER}/{OUTLINE_NAME}: no `kconvert convert` began"
             " there; run one."
         ) from None

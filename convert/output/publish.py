@@ -7,20 +7,18 @@ earlier ones left half-done. Nothing is renamed or deleted without a look at who
 import contextlib
 import errno
 import fcntl
-import json
 import os
 import shutil
-import socket
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from kconvert.convert.output.disk import naming, read_file, sync_folder
-from kconvert.convert.output.lock import LOG_NAME, Owner, owned
+from kconvert.convert.output.lock import Owner, owned
+from kconvert.convert.output.runlog import log_run
 from kconvert.convert.share import Share
-from kconvert.layouts.errors import UnavailableError
+from kconvert.layouts.errors import NoSpaceError
 from kconvert.layouts.manifest import WORK_FOLDER
 
 PROBE = ".kconvert-probe"  # what names of files begin with that are no part of an output
@@ -37,7 +35,7 @@ class Workspace:
 
     @property
     def name(self) -> str:
-        """Of the share, if it is one."""
+        """The share's, if it is one."""
         return self.share.name if self.share else ""
 
     @property
@@ -72,7 +70,7 @@ def working_in(workspace: Workspace) -> Iterator[OwnedWorkspace]:
     """Make the output, own the workspace, and clear what earlier runs left half-done; the run is
     logged.
 
-    Raises UnavailableError where another run is at work, or takes the output over.
+    Raises UnavailableError if another run is at work, or takes the output over.
     """
     new = not workspace.output.exists()
     workspace.work.mkdir(parents=True, exist_ok=True)
@@ -95,23 +93,10 @@ def working_in(workspace: Workspace) -> Iterator[OwnedWorkspace]:
             raise
         finally:
             _clear(mine, f"*{mine.partial}", mine.probe)
-            _log(workspace.output / WORK_FOLDER, started, outcome)
+            log_run(workspace.output / WORK_FOLDER, started, outcome)
     if workspace.share:
         with contextlib.suppress(OSError):  # what was downloaded may lie there
             workspace.work.rmdir()
-
-
-def _log(work: Path, started: float, outcome: str) -> None:
-    entry = {
-        "started": time.strftime("%Y-%m-%dT%H:%M:%S%z", time.localtime(started)),
-        "seconds": round(time.time() - started, 3),
-        "host": socket.gethostname(),
-        "command": sys.argv,
-        "outcome": outcome,
-    }
-    # The log must not turn a finished conversion into a failed one (a full disk, say).
-    with contextlib.suppress(OSError), open(work / LOG_NAME, "a") as file:
-        file.write(json.dumps(entry) + "\n")
 
 
 def _clear(workspace: Workspace, partials: str, probes: str) -> None:
@@ -129,7 +114,7 @@ def _clear(workspace: Workspace, partials: str, probes: str) -> None:
 
 def _clear_others(workspace: Workspace) -> None:
     """Delete what runs have left that cannot work beside this one: shares of another count, or any
-    where this run is none, and runs that were no share. The owner files say that none lives."""
+    if this run is none, and runs that were no share. The owner files say that none lives."""
     siblings = f"-of-{workspace.share.count}" if workspace.share else ""
     for folder in _folders(workspace):
         for path in (folder / WORK_FOLDER).glob("share-*-of-*"):
@@ -153,7 +138,7 @@ def check_space(output: Path, sizes: dict[str, int]) -> None:
     for folder, needed in needed_by_device(output, sizes).items():
         free = shutil.disk_usage(folder).free
         if needed > free:
-            raise UnavailableError(
+            raise NoSpaceError(
                 f"{folder} has {free:,} bytes free, {needed:,} are needed"
                 f" ({needed - free:,} more): free some space or choose another output."
             )
@@ -175,7 +160,7 @@ def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
 
 def staging_path(workspace: OwnedWorkspace, name: str) -> Path:
     """The temporary name for the file `name`: in OUT/.kconvert, or in a `.kconvert` of its own
-    folder where a rename from there would cross file systems or mounts (a disk a rank)."""
+    folder if a rename from there would cross file systems or mounts (a disk a rank)."""
     workspace.owner.check()
     folder, work = (workspace.output / name).parent, workspace.work
     if not folder.is_dir():
@@ -209,7 +194,7 @@ def publish(workspace: OwnedWorkspace, staged: Path, final: Path) -> None:
 
 def link(workspace: OwnedWorkspace, source: Path, name: str) -> Path | None:
     """The temporary name of the file `name`, which is now a copy of `source` that takes no space
-    (a reflink) or is that file itself (a hard link); None where the file system can do neither."""
+    (a reflink) or is that file itself (a hard link); None if the file system can do neither."""
     staged = staging_path(workspace, name)
     for way in (_reflink, os.link):
         try:

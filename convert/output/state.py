@@ -13,7 +13,13 @@ from kconvert.convert.plan import Plan
 from kconvert.convert.planned import PlannedFile
 from kconvert.layouts.blob import COMMON_FOLDER, read_blob
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError
+from kconvert.layouts.errors import (
+    CheckpointError,
+    KconvertError,
+    MissingFileError,
+    OccupiedOutputError,
+    OutputError,
+)
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER
 from kconvert.layouts.model import layer_numbers, ranges
 
@@ -84,7 +90,7 @@ def _of_others(
     trusted: dict[str, str], planned: dict[str, PlannedFile], earlier: Earlier
 ) -> list[str]:
     """Those of the blobs whose shards are missing that must not be taken for this source's: of
-    another fingerprint than was to be expected there, or all where the output was begun from
+    another fingerprint than was to be expected there, or all if the output was begun from
     another source. What is common is in every conversion of a model."""
     known = earlier.fingerprints
     if any(
@@ -109,7 +115,7 @@ def _foreign(output: Path, ours: Collection[str]) -> Iterator[str]:
 
 
 def refuse_missing(plan: Plan, state: OutputState) -> None:
-    """Raise CheckpointError where shards are missing whose files are not published either."""
+    """Raise CheckpointError if shards are missing whose files are not published either."""
     lacking = [
         group for group in plan.absent if group.wanted and not state.trusted.issuperset(group.paths)
     ]
@@ -121,13 +127,13 @@ def refuse_missing(plan: Plan, state: OutputState) -> None:
     layers = layer_numbers(job.group.name for job in plan.jobs)
     part = f", or convert what is there with --layers {ranges(layers)}" if layers else ""
     rest = "the repository lacks it" if plan.target.repo else "download the rest"
-    raise CheckpointError(
+    raise MissingFileError(
         f"{first.name} needs {first.shards[0]}, which is missing{more}: {rest}{part}."
     )
 
 
 def refuse_reserved(small_files: Iterable[str]) -> None:
-    """Raise CheckpointError where a small file of the source has the name of one of ours."""
+    """Raise CheckpointError if a small file of the source has the name of one of ours."""
     ours = (MANIFEST_NAME, COMMON_FOLDER)
     name = next((n for n in small_files if n in ours or n.startswith("rank-")), None)
     if name is not None:
@@ -138,14 +144,16 @@ def refuse_reserved(small_files: Iterable[str]) -> None:
 
 
 def refuse_conflicts(state: OutputState, overwrite: bool) -> None:
-    """Raise OutputError where the output holds what this run must not touch."""
+    """Raise OutputError if the output holds what this run must not touch."""
     foreign = [conflict for conflict in state.conflicts if not conflict.ours]
     conflicts = foreign if overwrite else [*foreign, *state.conflicts]
     if conflicts:
         first, count = conflicts[0], len(set(conflicts))
         more = f" (and {count - 1} more)" if count > 1 else ""
         advice = ", or replace what is there with --overwrite" if first.ours else ""
-        raise OutputError(f"{first.path} {first.text}{more}: choose another output{advice}.")
+        raise OccupiedOutputError(
+            f"{first.path} {first.text}{more}: choose another output{advice}."
+        )
 
 
 def blob_paths(output: Path) -> list[Path]:
@@ -197,7 +205,7 @@ def _origin(repo: str | None, commit: str | None) -> str:
 
 
 def refuse_overlap(source: Path, shards: Iterable[Path], output: Path) -> None:
-    """Raise OutputError where source and output lie in one another, links followed."""
+    """Raise OutputError if source and output lie in one another, links followed."""
     out, src = (Path(os.path.realpath(path)) for path in (output, source))
     if out == src or src in out.parents:
         raise OutputError(f"output {output} lies in the source {source}: choose another folder.")

@@ -40,7 +40,7 @@ class Turn(Protocol):
     """A lock, of threads or of processes."""
 
     def acquire(self, blocking: bool = True, /) -> bool:
-        """Take it; False where it is taken and the caller does not wait."""
+        """Take it; False if it is taken and the caller does not wait."""
 
     def release(self) -> None:
         """Give it back."""
@@ -90,7 +90,7 @@ class StagedFile:
             os.close(self._direct)
 
     def _write(self, at: int, data: memoryview) -> None:
-        """Whole pages past the page cache, where the file system can; their edges through it."""
+        """Whole pages past the page cache, if the file system can; their edges through it."""
         start = self.planned.header_bytes + at
         head = min(-start % PAGE, len(data))
         pages = (len(data) - head) // PAGE * PAGE
@@ -116,7 +116,7 @@ class StagedFile:
             return
         for at in range(0, len(data), CHUNK_BYTES):
             piece = data[at : at + CHUNK_BYTES]
-            buffer = memoryview(_SCRATCH.take("bounce", (len(piece),), np.uint8))
+            buffer = _SCRATCH.take("bounce", (len(piece),), np.uint8).data
             buffer[:] = piece
             self._put(fd, buffer, start + at)
 
@@ -157,7 +157,7 @@ class BlobWriter:
     def publish(self) -> None:
         """Write the header, sync, and give the file its final name.
 
-        Raises KconvertError where a tensor or an expert was not written, or bytes are missing.
+        Raises KconvertError if a tensor or an expert was not written, or bytes are missing.
         """
         for name, digests in self._expert_digests.items():
             if NO_DIGEST not in digests:
@@ -190,7 +190,7 @@ class BlobWriter:
 
 
 def _open_direct(path: Path) -> int | None:
-    """Open for writing past the page cache, or None where the file system cannot.
+    """Open for writing past the page cache, or None if the file system cannot.
 
     Whole pages go straight from our buffers to the device: a tenth of the processor time of
     writing through the cache, and the cache is left to the source.

@@ -10,14 +10,14 @@ from typing import NamedTuple
 from kconvert.convert.source.endpoint import shown_endpoint
 from kconvert.convert.source.local import open_local
 from kconvert.convert.source.protocol import Source
-from kconvert.layouts.errors import UnavailableError, UnsupportedError
+from kconvert.layouts.errors import OptionError, UnavailableError, UnsupportedError
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 _REPO_ID = re.compile(r"[\w-][\w.-]*/[\w-][\w.-]*")
 _ADDRESS = re.compile(r"[a-zA-Z][a-zA-Z0-9+.-]*://.*|(huggingface\.co|hf\.co)/.+")
 _OLDEST_CLIENT = (2, 4)
 
-__all__ = ["COMMIT", "HubName", "Source", "hub_name", "open_hub", "open_local"]
+__all__ = ["COMMIT", "HubName", "Source", "hub_name", "open_hub", "open_local", "revision_of"]
 
 
 class HubName(NamedTuple):
@@ -29,7 +29,7 @@ class HubName(NamedTuple):
 
 def hub_name(source: str) -> HubName | None:
     """The repository that `source` names: org/name, org/name@revision, its page's address, or
-    hf://…; None where it is a folder or file here, or can only be the path of one.
+    hf://…; None if it is a folder or file here, or can only be the path of one.
 
     Raises UnsupportedError for the address of anything else.
     """
@@ -61,6 +61,15 @@ def hub_name(source: str) -> HubName | None:
             " org/name@revision."
         )
     return HubName(named.id, named.revision)
+
+
+def revision_of(name: HubName, asked: str | None) -> str | None:
+    """The revision that is named, in the name or beside it; OptionError if two are."""
+    if name.revision is not None and asked not in (None, name.revision):
+        raise OptionError(
+            f"{name.repo}@{name.revision} and --revision {asked} are two revisions: give one."
+        )
+    return name.revision or asked
 
 
 def open_hub(

@@ -1,7 +1,7 @@
 """Shards on their way: the next one is downloaded while this one is converted.
 
-At most WINDOW shards are held at once, more only where two neighbouring jobs need more. A shard is
-taken from huggingface_hub's cache where it is there, and is then left alone; else it is downloaded
+At most WINDOW shards are held at once, more only if two neighbouring jobs need more. A shard is
+taken from huggingface_hub's cache if it is there, and is then left alone; else it is downloaded
 into the output's work folder and deleted when its last blob is published. Nothing of a shard is
 converted before its content is the one that the Hub names.
 """
@@ -10,6 +10,8 @@ import shutil
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
+from operator import contains
 from pathlib import Path
 from typing import Any, Self
 
@@ -44,7 +46,7 @@ class Arrivals:
         meter: Meter,
         keep: bool,
     ) -> None:
-        """`order[i]`: what job i needs. `keep`: download into the cache instead, for good."""
+        """`order[i]`: what job i needs. `keep`: download into the cache instead, to stay."""
         self._repo, self._shards, self._meter, self._keep = repo, shards, meter, keep
         self._folder = work / INCOMING
         self._order = order
@@ -93,24 +95,24 @@ class Arrivals:
     def take(self, job: int) -> None:
         """Wait until all shards of a job are there and right.
 
-        Raises UnavailableError where one cannot be got, OSErrors of the disk as they are.
+        Raises UnavailableError if one cannot be got, OSErrors of the disk as they are.
         """
         with self._change:
             self._now = job
             self._change.notify_all()
         for shard in sorted(self._order[job]):
             with self._change:
-                self._change.wait_for(lambda shard=shard: shard in self._arrived)
+                self._change.wait_for(partial(contains, self._arrived, shard))
             self._arrived[shard].result()
 
     def check(self, job: int) -> None:
-        """Raise UnavailableError where somebody else wrote to a job's shards since they were
+        """Raise UnavailableError if somebody else wrote to a job's shards since they were
         found right: a run that does not know yet that it lost the output, say."""
         for shard in self._order[job]:
             if _stamp(self.path(shard)) != self._stamps[shard]:
                 raise UnavailableError(
                     f"{self.path(shard)} was changed by another program while it was being"
-                    " converted: run the same command again."
+                    " read: run the same command again."
                 )
 
     def release(self, job: int, forget: Callable[[str], object]) -> None:
@@ -127,7 +129,7 @@ class Arrivals:
     def _run(self) -> None:
         for shard in self._first:
             with self._change:
-                self._change.wait_for(lambda shard=shard: self._stop.is_set() or self._may(shard))
+                self._change.wait_for(partial(self._may_or_ends, shard))
                 if self._stop.is_set():
                     return
                 self._held.add(shard)
@@ -143,8 +145,10 @@ class Arrivals:
             if self._stop.is_set() or (arrived.done() and arrived.exception() is not None):
                 return
 
-    def _may(self, shard: str) -> bool:
-        return len(self._held) < WINDOW or self._first[shard] <= self._now
+    def _may_or_ends(self, shard: str) -> bool:
+        """Whether a shard may be fetched now, or nothing is any more."""
+        room = len(self._held) < WINDOW or self._first[shard] <= self._now
+        return room or self._stop.is_set()
 
     def _get(self, shard: str) -> Path:
         cached = self._repo.cached(shard)
@@ -203,7 +207,7 @@ class Arrivals:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file does; None where it is gone."""
+    """What changes when a file does; None if it is gone."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -214,7 +218,7 @@ def _stamp(path: Path) -> tuple[int, ...] | None:
 def _counting(meter: Meter, stop: threading.Event) -> type[Any]:
     """A tqdm class that shows nothing, counts, and breaks the download off when told to."""
 
-    class Bar(tqdm):  # type: ignore[type-arg]
+    class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:
             super().__init__(*args, **{**options, "disable": True})
 

@@ -14,7 +14,7 @@ _METADATA = ".cache/huggingface/download"
 
 
 def oid_of(path: Path, like: str, go_on: Callable[[], object] = lambda: None) -> str:
-    """The file's sha256, or git's sha1 of it where `like` is one. `go_on` is called in between."""
+    """The file's sha256, or git's sha1 of it if `like` is one. `go_on` is called in between."""
     large = len(like) == _SHA256_DIGITS
     state = hashlib.sha256() if large else hashlib.sha1(usedforsecurity=False)
     if not large:

@@ -5,7 +5,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Self
 
@@ -15,7 +15,7 @@ from kconvert.convert.progress import Meter
 from kconvert.convert.source.hashes import known_oid, oid_of
 from kconvert.convert.source.protocol import Deliveries
 from kconvert.layouts.checkpoint import INDEX_NAME, Checkpoint, Shard, read_checkpoint
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.errors import ChangedFileError, CheckpointError, OptionError
 from kconvert.layouts.fields import CONFIG_NAME
 
 _SAMPLES = 64
@@ -29,11 +29,11 @@ class LocalSource:
 
     folder: Path
     checkpoint: Checkpoint
-    contents: dict[str, str]  # shard → content_id
+    contents: dict[str, str]  # shard → content_id, for a conversion
     stamps: dict[str, tuple[int, ...]]  # shard → what changes when its file does
     warnings: tuple[str, ...]
     oids: dict[str, str] | None  # shard → hash to be compared with; None: nothing is compared
-    name: str | None = None  # repository and commit, where they are known
+    name: str | None = None  # repository and commit, if they are known
     commit: str | None = None
 
     @property
@@ -93,8 +93,8 @@ class _Here:
             if name in self._checks:
                 self._checks[name].result()
             if stamp(self.path(name)) != self._source.stamps[name]:
-                raise CheckpointError(
-                    f"{name} was changed while it was being converted: wait until nobody writes to"
+                raise ChangedFileError(
+                    f"{name} was changed while it was being read: wait until nobody writes to"
                     " it, then run the same command again."
                 )
 
@@ -113,10 +113,10 @@ class _Here:
 def refuse_other_content(
     path: Path, name: str, oid: str, go_on: Callable[[], object] = lambda: None
 ) -> None:
-    """Raise CheckpointError where a file has another hash than it was downloaded with."""
+    """Raise CheckpointError if a file has another hash than it was downloaded with."""
     found = oid_of(path, oid, go_on)
     if found != oid:
-        raise CheckpointError(
+        raise ChangedFileError(
             f"{name} has the hash {found}, expected {oid}: it is damaged; download it again."
         )
 
@@ -124,29 +124,18 @@ def refuse_other_content(
 def hashes_at_hand(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The hash that each file must have, for --verify.
 
-    Raises UnsupportedError where one has none that is known here.
+    Raises UnsupportedError if one has none that is known here.
     """
     oids = {name: known_oid(folder / name) for name in names}
     unknown = [name for name, oid in oids.items() if oid is None]
     if unknown:
         more = f" (nor of {len(unknown) - 1} others)" if unknown[1:] else ""
-        raise UnsupportedError(
+        raise OptionError(
             f"--verify: no hash of {folder / unknown[0]} is at hand{more}: hashes come with"
             " huggingface_hub's cache or its downloads into a folder; give the repository's name as"
             " the source, or leave --verify out."
         )
     return {name: oid for name, oid in oids.items() if oid is not None}
-
-
-def refuse_damaged(folder: Path, checkpoint: Checkpoint) -> None:
-    """Compare every file of the checkpoint in `folder` with the hash that it must have.
-
-    Raises CheckpointError where one differs, UnsupportedError where there is nothing to compare
-    with.
-    """
-    oids = hashes_at_hand(folder, [*_small_files(folder, checkpoint), *checkpoint.shards])
-    for name, oid in oids.items():
-        refuse_other_content(folder / name, name, oid)
 
 
 def _small_files(folder: Path, checkpoint: Checkpoint) -> list[str]:
@@ -155,10 +144,21 @@ def _small_files(folder: Path, checkpoint: Checkpoint) -> list[str]:
 
 
 def open_local(folder: Path, verify: bool = False) -> LocalSource:
-    """Read headers and sampled blocks of the checkpoint in `folder`; `verify`: also compare small
-    files with the hashes at hand, and shards as they are converted.
+    """As `read_local`, and sampled blocks too: the source of a conversion."""
+    source = read_local(folder, verify)
+    shards = source.checkpoint.shards
+    return replace(
+        source,
+        contents={name: content_id(folder / name, shard) for name, shard in shards.items()},
+        warnings=tuple(_blank_tails(folder, source.checkpoint)),
+    )
 
-    Raises CheckpointError, also where the folder does not exist; UnsupportedError where there is
+
+def read_local(folder: Path, verify: bool = False) -> LocalSource:
+    """Read headers of the checkpoint in `folder`; `verify`: also compare small files with the
+    hashes at hand, and shards as they are read.
+
+    Raises CheckpointError, also if the folder does not exist; UnsupportedError if there is
     nothing to verify with.
     """
     if not folder.is_dir():
@@ -173,14 +173,12 @@ def open_local(folder: Path, verify: bool = False) -> LocalSource:
         oids = hashes_at_hand(folder, [*small, *checkpoint.shards])
         for name in small:
             refuse_other_content(folder / name, name, oids[name])
-    stamps = {name: stamp(folder / name) for name in checkpoint.shards}  # before what is read
-    contents = {name: content_id(folder / name, s) for name, s in checkpoint.shards.items()}
     return LocalSource(
         folder=folder,
         checkpoint=checkpoint,
-        contents=contents,
-        stamps=stamps,
-        warnings=tuple(_blank_tails(folder, checkpoint)),
+        contents={},
+        stamps={name: stamp(folder / name) for name in checkpoint.shards},
+        warnings=(),
         oids=oids,
     )
 
@@ -193,12 +191,12 @@ def _blank_tails(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
         others = f" and of {len(blank) - 1} other shards" if blank[1:] else ""
         yield (
             f"the last {len(_BLANK):,} bytes of {blank[0]}{others} are all zero: was it ever"
-            " whole? --verify compares hashes where they are at hand"
+            " whole? --verify compares hashes if they are at hand"
         )
 
 
 def _tail(path: Path, shard: Shard) -> bytes:
-    """The last 4 KiB of a shard's data, less where it has less."""
+    """The last 4 KiB of a shard's data, less if it has less."""
     with open(path, "rb") as file:
         file.seek(max(shard.data_start, shard.size - len(_BLANK)))
         return file.read(len(_BLANK))

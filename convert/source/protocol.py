@@ -25,7 +25,7 @@ class Deliveries(Protocol):
         """Where a taken shard lies."""
 
     def check(self, job: int) -> None:
-        """Raise CheckpointError where a shard is not what it was when the plan was made."""
+        """Raise CheckpointError if a shard is not what it was when the plan was made."""
 
     def release(self, job: int, forget: Callable[[str], object]) -> None:
         """The job's blobs are published. `forget` is told the shards that no later job needs."""
@@ -34,11 +34,24 @@ class Deliveries(Protocol):
 class Source(Protocol):
     """A checkpoint that is ready to be converted."""
 
-    checkpoint: Checkpoint
-    contents: dict[str, str]  # shard → identity of its content
-    name: str | None  # repository and commit, of a Hub source
-    commit: str | None
-    warnings: tuple[str, ...]  # sentences on what may be wrong with it
+    @property
+    def checkpoint(self) -> Checkpoint: ...
+
+    @property
+    def contents(self) -> dict[str, str]:
+        """Shard → identity of its content."""
+
+    @property
+    def name(self) -> str | None:
+        """The repository, of a Hub source."""
+
+    @property
+    def commit(self) -> str | None:
+        """Its commit, of a Hub source."""
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences on what may be wrong with it."""
 
     @property
     def verified(self) -> bool:

@@ -21,28 +21,18 @@ from huggingface_hub import (
     try_to_load_from_cache,
 )
 from huggingface_hub.file_download import http_get
-from huggingface_hub.utils import (
-    build_hf_headers,
-    disable_progress_bars,
-    hf_raise_for_status,
-    http_stream_backoff,
-    logging,
-)
+from huggingface_hub.utils import build_hf_headers, hf_raise_for_status, http_stream_backoff
 
 from kconvert.convert.source.endpoint import shown_endpoint
 from kconvert.convert.source.hashes import oid_of
 from kconvert.convert.source.retry import ContentError, Patience, TransferError
-from kconvert.layouts.errors import CheckpointError, UnavailableError
+from kconvert.layouts.errors import CheckpointError, HubError, UnavailableError
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import Header, header_from, read_header
 
 _TIMEOUT = 30.0  # seconds without a byte; these calls have no limit of their own
 _FIRST_BYTES = 1 << 20  # K2.6's headers have 0.4 MB: one request each
 _XET = not constants.HF_HUB_DISABLE_XET and find_spec("hf_xet") is not None
-
-# The client's warnings are about what is tried again; what fails in the end is said by us.
-logging.set_verbosity_error()
-disable_progress_bars()
 
 
 class RemoteFile(NamedTuple):
@@ -141,7 +131,7 @@ class Repo:
             raise ContentError(expected, found)
 
     def read_header(self, file: str) -> Header:
-        """The header of a shard. By ranges, also where the file is in the cache: it may be
+        """The header of a shard. By ranges, also if the file is in the cache: it may be
         damaged, which shows when it is checked."""
         path, size = self.cached(file), self.files[file].size
         if self.offline and path is not None:
@@ -195,7 +185,7 @@ class Repo:
 def open_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:
     """The repository at the commit that `revision` (a branch, tag or commit; main) is now.
 
-    Raises CheckpointError where there is no such thing, UnavailableError where the Hub cannot be
+    Raises CheckpointError if there is no such thing, UnavailableError if the Hub cannot be
     asked. With HF_HUB_OFFLINE everything is taken from the cache.
     """
     if constants.HF_HUB_OFFLINE:
@@ -206,24 +196,24 @@ def open_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:
             name, revision=revision, files_metadata=True, timeout=_TIMEOUT
         ),
     )
-    files = {}
+    commit, files = info.sha, {}
     for file in info.siblings or ():
         oid = file.lfs.sha256 if file.lfs else file.blob_id
-        if oid is None or file.size is None or info.sha is None:
-            raise UnavailableError(
+        if oid is None or file.size is None or commit is None:
+            raise HubError(
                 f"{name}, {file.rfilename}: {shown_endpoint(constants.ENDPOINT)} does not tell"
                 " commit, size and hash; set HF_ENDPOINT to a Hub that does."
             )
         if "/" not in file.rfilename:
             files[file.rfilename] = RemoteFile(file.size, oid)
-    if CONFIG_NAME not in files:
-        raise CheckpointError(f"{name} has no {CONFIG_NAME} at {info.sha}: it is no checkpoint.")
-    if revision != info.sha:  # the cache is to know the branch, for a later run without a network
+    if commit is None or CONFIG_NAME not in files:
+        raise CheckpointError(f"{name} has no {CONFIG_NAME} at {commit}: it is no checkpoint.")
+    if revision != commit:  # the cache is to know the branch, for a later run without a network
         Patience()(
             f"{name}, {CONFIG_NAME}",
             lambda _: hf_hub_download(name, CONFIG_NAME, revision=revision, cache_dir=cache_dir),
         )
-    return Repo(name, info.sha, cache_dir, files)
+    return Repo(name, commit, cache_dir, files)
 
 
 def _cached_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:

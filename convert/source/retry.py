@@ -25,7 +25,13 @@ from huggingface_hub.errors import (
 )
 
 from kconvert.convert.source.endpoint import shown_endpoint
-from kconvert.layouts.errors import CheckpointError, KconvertError, UnavailableError
+from kconvert.layouts.errors import (
+    AccessError,
+    CheckpointError,
+    HubError,
+    KconvertError,
+    UnavailableError,
+)
 
 T = TypeVar("T")
 _LONGEST_PAUSE = 60.0
@@ -58,10 +64,10 @@ class Patience:
     def __call__(
         self, what: str, call: Callable[[int], T], progress: Callable[[], int] = lambda: 0
     ) -> T:
-        """`call(n)` until it succeeds, n counting the attempts; they are counted anew when
+        """`call(n)` until it succeeds, n counting the attempts; they start again from zero when
         `progress()` has grown.
 
-        Raises CheckpointError or UnavailableError where trying again is no use or was none, and
+        Raises CheckpointError or UnavailableError if trying again is no use or was none, and
         OSErrors of the local disk as they are.
         """
         number, failures, before = 0, 0, progress()
@@ -78,7 +84,7 @@ class Patience:
                 reason, advice = _reason(error), _advice(error)
                 if isinstance(error, ContentError):
                     if error.found in contents:  # that was no accident of the transfer
-                        raise UnavailableError(
+                        raise HubError(
                             f"{what}: {reason}, twice the same: the Hub's copy is damaged, or that"
                             " of a proxy or mirror on the way; get it by another way, or tell the"
                             " repository's owner."
@@ -88,7 +94,7 @@ class Patience:
             failures = 1 if now > before else failures + 1
             before = now
             if failures == self.attempts:
-                raise UnavailableError(
+                raise HubError(
                     f"{what}: {reason}, {failures} times; {advice}, then run the same command"
                     " again: it resumes."
                 )
@@ -100,7 +106,7 @@ class Patience:
 def _final(what: str, error: Exception) -> Exception | None:
     """What to raise for a failure that will not pass, or None."""
     if isinstance(error, GatedRepoError):
-        return UnavailableError(
+        return AccessError(
             f"{what}: the repository is gated; ask for access on its page, and set HF_TOKEN."
         )
     if isinstance(error, RepositoryNotFoundError):
@@ -126,13 +132,11 @@ def _final(what: str, error: Exception) -> Exception | None:
         url, hub = error.response.url, urlsplit(constants.ENDPOINT)
         ours = (url.host, url.port) == (hub.hostname, hub.port)
         if error.response.status_code == 401 or (error.response.status_code == 403 and ours):
-            return UnavailableError(
-                f"{what}: the Hub wants a token that may read it; set HF_TOKEN."
-            )
+            return AccessError(f"{what}: the Hub wants a token that may read it; set HF_TOKEN.")
         if error.response.status_code in _FINAL_ANSWERS:
-            return UnavailableError(
+            return HubError(
                 f"{what}: {_reason(error)}, it does not have that; check the name, and HF_ENDPOINT"
-                " where it is set."
+                " if it is set."
             )
         return None
     if isinstance(error, (httpx2.InvalidURL, httpx2.UnsupportedProtocol)):

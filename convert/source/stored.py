@@ -29,8 +29,8 @@ class StoredSource(LocalSource):
 def open_stored(folder: Path) -> tuple[StoredSource, Model]:
     """Read manifest, headers and small files of the output in `folder`.
 
-    Raises OutputError where it is none, UnsupportedError where it is a part of one,
-    CheckpointError where a file is missing or was changed.
+    Raises OutputError if it is none, UnsupportedError if it is a part of one,
+    CheckpointError if a file is missing or was changed.
     """
     stored = read_stored(folder)
     manifest = stored.output.manifest

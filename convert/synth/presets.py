@@ -12,7 +12,7 @@ from kconvert.convert.synth.families import CONFIGS, SynthTensor, family_shards
 from kconvert.layouts.families.family import PROJECTIONS
 from kconvert.layouts.fields import text_config
 
-_WEIGHTS = {
+_WEIGHTS: dict[str, Any] = {
     "actorder": None, "block_structure": None, "dynamic": False, "group_size": 32, "num_bits": 4,
     "observer": "minmax", "observer_kwargs": {}, "strategy": "group", "symmetric": True,
     "type": "int",
@@ -108,7 +108,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token")
 def experts_of(preset: Preset) -> int:
     """Routed experts a layer."""
     text = text_config(preset.config)
-    return next(text[key] for key in _EXPERTS if key in text)
+    return next(int(text[key]) for key in _EXPERTS if key in text)
 
 
 def with_experts(preset: Preset, experts: int) -> Preset:

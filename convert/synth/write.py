@@ -19,7 +19,7 @@ from kconvert.convert.output.publish import check_space
 from kconvert.convert.synth.families import SynthTensor
 from kconvert.convert.synth.presets import PRESETS, experts_of, shards, with_experts
 from kconvert.layouts.checkpoint import INDEX_NAME
-from kconvert.layouts.errors import OutputError, UnsupportedError
+from kconvert.layouts.errors import OccupiedOutputError, OptionError
 from kconvert.layouts.fields import CONFIG_NAME, text_config
 from kconvert.layouts.header import DTYPE_BYTES, file_order, shard_header
 
@@ -40,23 +40,23 @@ def synth(
 
     `layers`: only the shards of these layers, while the index names all; `experts`: so many a
     layer (and in the config); `sparse`: headers alone, files of full size that take no space.
-    Raises UnsupportedError for an unknown preset or layer, OutputError where `output` holds
-    anything, UnavailableError where it does not fit.
+    Raises UnsupportedError for an unknown preset or layer, OutputError if `output` holds
+    anything, UnavailableError if it does not fit.
     """
     if preset not in PRESETS:
-        raise UnsupportedError(f"preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
+        raise OptionError(f"preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
     model = PRESETS[preset]
     if experts is not None:
         most = experts_of(model)
         if not 1 <= experts <= most:
-            raise UnsupportedError(f"--experts {experts}: {preset} has 1 to {most}.")
+            raise OptionError(f"--experts {experts}: {preset} has 1 to {most}.")
         model = with_experts(model, experts)
     text = text_config(model.config)
     depth = text["num_hidden_layers"] + text.get("num_nextn_predict_layers", 0)
     if layers is not None and not set(layers) <= set(range(depth)):
-        raise UnsupportedError(f"--layers: {preset} has layers 0 to {depth - 1}.")
+        raise OptionError(f"--layers: {preset} has layers 0 to {depth - 1}.")
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise OutputError(f"{output} is not an empty folder: choose another.")
+        raise OccupiedOutputError(f"{output} is not an empty folder: choose another.")
     parts = [file_order(tensors) for tensors in shards(model)]
     names = [f"model-{i + 1:05}-of-{len(parts):06}.safetensors" for i in range(len(parts))]
     wanted = range(len(parts)) if layers is None else sorted(layers)
@@ -129,21 +129,21 @@ def _write_shard(
 def _content(tensor: SynthTensor, seed: int) -> Iterator[memoryview]:
     """A tensor's bytes in pieces of at most 8 MB."""
     if tensor.value:
-        yield memoryview(np.array(tensor.value, np.int32)).cast("B")
+        yield np.array(tensor.value, np.int32).data.cast("B")
         return
     rng = np.random.Generator(np.random.SFC64([seed, zlib.crc32(tensor.name.encode())]))
     total = _nbytes(tensor)
     for start in range(0, total, 8 * _CHUNK_WORDS):
         size = min(8 * _CHUNK_WORDS, total - start)
         words = rng.integers(0, 1 << 64, -(-size // 8), np.uint64)
-        yield memoryview(_shaped(tensor, words)).cast("B")[:size]
+        yield _shaped(tensor, words).data.cast("B")[:size]
 
 
 def _shaped(tensor: SynthTensor, random: NDArray[np.uint64]) -> NDArray[np.generic]:
     """Random words made into plausible values of the tensor's kind."""
     if tensor.dtype == "U8":
         codes = random.view(np.uint8)
-        # Of MXFP4's scale bytes 2^−9 to 2^−2.
+        # MXFP4's scale bytes: 2^−9 to 2^−2.
         return (
             codes if not tensor.name.endswith(("scale", "scales")) else (codes & 7) + np.uint8(118)
         )

@@ -35,11 +35,11 @@ def disagreements(
     tensors: Mapping[str, Described | None],
     experts: str = "",
 ) -> Iterator[Disagreement]:
-    """What does not fit in a layer's tensors (None: the outer ones) but for the routed experts.
+    """What does not fit in a layer's tensors (None: the outer ones) except the routed experts.
 
-    `tensors` are by full name; None where a tensor's shard is not here and only its name is known.
+    `tensors` are by full name; None if a tensor's shard is not here and only its name is known.
     `prefix` is what the model's names begin with, `language_model.` or nothing; `experts` what
-    those of the layer's routed experts do, where it has some.
+    those of the layer's routed experts do, if it has some.
     """
     if not family.complete:
         return

@@ -29,7 +29,7 @@ _KEYS = frozenset({
     "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "scoring_func",
     "seq_aux", "tie_word_embeddings", "topk_group", "topk_method", "v_head_dim", "vocab_size",
 })  # fmt: skip
-# Of a wrapper around the text model: vision, and how the two are put together.
+# A wrapper around the text model has these: vision, and how the two are put together.
 _WRAPPER_KEYS = frozenset({
     "compression_config", "ignore_index", "image_token_id", "media_placeholder_token_id",
     "quantization_config", "text_config", "tie_word_embeddings", "use_unified_vision_chunk",
@@ -143,16 +143,15 @@ class DeepSeekV3(Family):
 
 
 def stated_modules(sizes: Sizes, layer: int | None) -> dict[str, Stated]:
-    """The modules of a layer (None: embedding, norm and head) but for the routed experts, by name
+    """The modules of a layer (None: embedding, norm and head) except the routed experts, by name
     behind `model.layers.N.` (or the prefix)."""
     s = sizes
     if layer is None:
-        modules = {
+        return {
             "model.embed_tokens": Stated((s.vocabulary, s.hidden)),
             "model.norm": Stated((s.hidden,)),
             "lm_head": Stated((s.vocabulary, s.hidden), optional=s.tied_head),
         }
-        return modules
     biased = ("weight", "bias") if s.attention_bias else ("weight",)
     query = (s.heads * (s.nope_dim + s.rope_dim), s.q_lora or s.hidden)
     modules = {

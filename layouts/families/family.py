@@ -111,7 +111,7 @@ class Family(ABC):
 
     @abstractmethod
     def stated(self, layer: int | None, block: str) -> dict[str, Stated]:
-        """The modules of a layer (None: embedding, norm and head) but for the routed experts, by
+        """The modules of a layer (None: embedding, norm and head) except the routed experts, by
         name behind `model.layers.N.` (or the prefix). `block` is what the layer calls its MLP."""
 
     @property
@@ -120,7 +120,7 @@ class Family(ABC):
         return []
 
     def locate(self, name: str) -> Location:
-        """The place of the tensor called `name`; UnsupportedError where no rule covers it."""
+        """The place of the tensor called `name`; UnsupportedError if no rule covers it."""
         match = _LAYER_NAME.fullmatch(name)
         if match:
             layer, rest = int(match[1]), match[2]
@@ -176,7 +176,7 @@ def _no_rule(name: str) -> UnsupportedError:
 def unknown_architecture(
     table: dict[str, Any], prefix: str, family: type[Family]
 ) -> list[UnknownKey]:
-    """`architectures` and `model_type` of a config where they are not the family's."""
+    """`architectures` and `model_type` of a config if they are not the family's."""
     unknown = []
     for key, names in (("architectures", family.architectures), ("model_type", family.model_types)):
         value = table.get(key)

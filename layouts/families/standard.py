@@ -94,7 +94,7 @@ class StandardFamily(Family):
 
 
 def count(config: dict[str, Any], *keys: str) -> int:
-    """The number of experts under whichever of `keys` says it; where several do they must agree."""
+    """The number of experts under whichever of `keys` says it; if several do they must agree."""
     said = {key: positive(config, key, MOST) for key in keys if config.get(key) is not None}
     if not said:
         raise CheckpointError(f"{CONFIG_NAME} has no {' nor '.join(keys)}.")

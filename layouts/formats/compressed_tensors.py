@@ -1,7 +1,7 @@
 """compressed-tensors: what its quantization_config says, and what `pack-quantized` tensors hold.
 
 A quantized matrix [N, K] of b bits is stored as `weight_packed` I32 [N, K·b/32], plain words;
-`weight_scale` [N, K/group_size] (channelwise: [N, 1]); `weight_zero_point` I32 [N/8, G] where it is
+`weight_scale` [N, K/group_size] (channelwise: [N, 1]); `weight_zero_point` I32 [N/8, G] if it is
 asymmetric; and `weight_shape` [2] = (N, K), I32 at Moonshot, I64 elsewhere. Codes and zero points
 are stored as q + 2^(b−1). Field names and values as in compressed-tensors' QuantizationConfig,
 QuantizationScheme and QuantizationArgs.
@@ -23,7 +23,7 @@ from kconvert.layouts.quantization import ZERO_POINTS_A_WORD, Quantization, Role
 SHAPE_DTYPES = ("I32", "I64")
 GROUP_SIZES = (32, 64, 128)
 
-_EMPTY = (None, {}, [])
+_EMPTY: tuple[Any, ...] = (None, {}, [])
 # A SparsityCompressionConfig of format "dense" stores weights as they are, whatever else it says.
 _SPARSITY_FIELDS = {
     "format", "targets", "ignore", "global_sparsity", "sparsity_structure",
@@ -120,7 +120,7 @@ class PackQuantized(Format):
 def read_compressed_tensors(table: dict[str, Any]) -> Format:
     """The format of a quantization_config with quant_method compressed-tensors.
 
-    Raises CheckpointError where it is malformed, UnsupportedError naming the field otherwise.
+    Raises CheckpointError if it is malformed, UnsupportedError naming the field otherwise.
     """
     if _is_dense(table.get("sparsity_config")):
         table = {**table, "sparsity_config": None}

@@ -108,7 +108,7 @@ class Format(ABC):
 
     @abstractmethod
     def check_dropped(self, tensor: SourceTensor, stored: NDArray[Any], n: int, k: int) -> None:
-        """Raise CheckpointError where the data of a dropped companion of a matrix [n, k] says what
+        """Raise CheckpointError if the data of a dropped companion of a matrix [n, k] says what
         the others do not."""
 
     def matrix(
@@ -142,7 +142,7 @@ class Format(ABC):
         )  # fmt: skip
 
     def dropped_data(self, companion: str, dtype: str, n: int, k: int) -> bytes:
-        """What a dropped companion of a matrix [n, k] says. Of formats that `restores`."""
+        """What a dropped companion of a matrix [n, k] says, if the format `restores`."""
         raise NotImplementedError
 
     @cached_property

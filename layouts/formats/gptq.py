@@ -2,8 +2,8 @@
 
 A matrix [N, K] of b bits has `qweight` I32 [K·b/32, N] (plain codes, transposed), `scales` [G, N],
 `qzeros` I32 [G, N·b/32] (zero points packed along N) and mostly `g_idx` I32 [K], the group of each
-column. Of symmetric weights the zero point is 2^(b−1), whatever qzeros says: kernels do not read
-it, and files that say `gptq` with the words of `gptq_v2` exist (vllm#38966). Format `gptq` (v1)
+column. Symmetric weights have the zero point 2^(b−1), whatever qzeros says: kernels do not read it,
+and files that say `gptq` with the words of `gptq_v2` exist (vllm#38966). Format `gptq` (v1)
 stores zero points less one, `gptq_v2` as they are; between them lies one 32-bit addition a word,
 carries included, as GPTQModel writes and reads both (utils/model.py, 7.7.0).
 """
@@ -21,7 +21,7 @@ from kconvert.layouts.formats.format import SCALE_DTYPES, Format, Kind, Take, gr
 from kconvert.layouts.quantization import Quantization, Role
 
 GROUP_SIZES = (32, 64, 128)
-_NOTHING = (None, False, {}, [], "")
+_NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 # Fields that change nothing of what is stored: how it was quantized, how it is to be run.
 _HOW = (
     "act_group_aware", "adapter", "backend", "batch_size", "block_name_to_quantize",
@@ -115,7 +115,7 @@ class Gptq(Format):
 
 
 def read_gptq(table: dict[str, Any]) -> Gptq:
-    """The format of a quantization_config with quant_method gptq; CheckpointError where it is
+    """The format of a quantization_config with quant_method gptq; CheckpointError if it is
     malformed, UnsupportedError naming the field for what cannot be converted."""
     where = "quantization_config"
     check_fields(where, table, _FIELDS)

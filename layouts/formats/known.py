@@ -27,7 +27,7 @@ _REFUSED = {
 def read_format(config: dict[str, Any]) -> Format:
     """The format that `config` (a whole config.json) declares.
 
-    Raises CheckpointError where it is malformed, UnsupportedError naming the field where it cannot
+    Raises CheckpointError if it is malformed, UnsupportedError naming the field if it cannot
     be converted.
     """
     table = find_quantization_config(config)

@@ -4,7 +4,8 @@ Byte b of a row holds the columns 2b (low nibble) and 2b + 1, so that four bytes
 little-endian int32 are a plain word. Scales stay bytes: through a float some would be lost.
 """
 
-from typing import Any, ClassVar
+from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ class PackedMxfp4(Format):
     name = "mxfp4-pack-quantized"
     restores = True
     quantization = Quantization(GROUP_SIZE, scheme="mxfp4")
-    roles: ClassVar[dict[str, Role | None]] = {"weight_packed": "code", "weight_scale": "scale"}
+    roles: Mapping[str, Role | None] = {"weight_packed": "code", "weight_scale": "scale"}
 
     def kinds(self, n: int, k: int) -> dict[str, Kind]:
         return {
@@ -56,7 +57,7 @@ class GptOssBlocks(Format):
 
     name = "mxfp4"
     quantization = Quantization(GROUP_SIZE, scheme="mxfp4", bias=True)
-    roles: ClassVar[dict[str, Role | None]] = {
+    roles: Mapping[str, Role | None] = {
         "_blocks": "code",
         "_scales": "scale",
         "_bias": "bias",

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import Checkpoint, Shard, SourceTensor, read_json
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.errors import ChangedFileError, CheckpointError, UnsupportedError
 from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.families.family import projections
 from kconvert.layouts.fields import CONFIG_NAME
@@ -95,8 +95,8 @@ def read_stored(folder: Path) -> Stored:
     }
     held = {group: _held(output, blobs) for group, blobs in ranks.items()}
     tensors = {tensor.name: tensor for blob in common.values() for tensor in _tensors(output, blob)}
-    for group, blobs in ranks.items():
-        tensors |= {tensor.name: tensor for tensor in _of_experts(output, blobs, held[group])}
+    for name, blobs in ranks.items():
+        tensors |= {tensor.name: tensor for tensor in _of_experts(output, blobs, held[name])}
     everything = [*common.values(), *(blob for blobs in ranks.values() for blob in blobs)]
     checkpoint = Checkpoint(
         config=read_json(folder / CONFIG_NAME),
@@ -186,16 +186,18 @@ def _of_experts(
     for base, shape in bases.items():
         for companion, kind in format.kinds(*shape).items():
             role = format.roles[companion]
-            if role is None and companion not in sharding.dropped:
-                continue  # it is optional, or `read_model` says that it is missing
-            dtype = sharding.dropped.get(companion) or _stored_dtype(kind, places[role].dtype)
+            dtype = sharding.dropped.get(companion)
+            if dtype is None:
+                if role is None:
+                    continue  # it is optional, or `read_model` says that it is missing
+                dtype = _stored_dtype(kind, places[role].dtype)
             whole = (dims.experts, *kind.shape) if format.fused else kind.shape
             nbytes = DTYPE_BYTES[dtype] * prod(whole)
             yield SourceTensor(f"{base}{companion}", dtype, whole, shard, 0, nbytes)
 
 
 def _refuse_dropped(format: Format, dropped: Mapping[str, str], shard: str) -> None:
-    """Raise UnsupportedError where the blob's writer dropped what is not known here."""
+    """Raise UnsupportedError if the blob's writer dropped what is not known here."""
     kinds = format.kinds(64, 128)
     known = {
         name: kinds[name].dtypes for name, role in format.roles.items() if role in (None, "scale")
@@ -224,15 +226,15 @@ def _content(blobs: list[Blob]) -> str:
 
 
 def _small_files(output: Output) -> tuple[str, ...]:
-    """Their names. Raises CheckpointError where one is not what the manifest says."""
+    """Their names. Raises CheckpointError if one is not what the manifest says."""
     names = []
     for name, entry in output.manifest.files.items():
         if entry.fingerprint is None:
             path = output.sized(name)
             if digest(path.read_bytes()) != entry.digest:
-                raise CheckpointError(
+                raise ChangedFileError(
                     f"{path} was changed: its digest is not the one in {MANIFEST_NAME}; copy it"
-                    " anew, or convert again."
+                    " again, or convert again."
                 )
             names.append(name)
     return tuple(sorted(names))

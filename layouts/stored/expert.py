@@ -7,7 +7,7 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.blob import digest
 from kconvert.layouts.checkpoint import SourceTensor
-from kconvert.layouts.errors import CheckpointError
+from kconvert.layouts.errors import ChangedFileError
 from kconvert.layouts.experts import Cut, Projection, StackedTensor
 from kconvert.layouts.layout import Layout
 from kconvert.layouts.quantization import Role
@@ -20,7 +20,7 @@ from kconvert.layouts.w4a16 import W4A16
 
 class StoredExpert:
     """Parts as they lie in blobs, in a thread's buffers until the thread loads the next. They are
-    cut and joined as they are where that gives the order that is wanted, else unpacked first."""
+    cut and joined as they are if that gives the order that is wanted, else unpacked first."""
 
     def __init__(self, group: StoredGroup, index: int, reader: Reader, scratch: Scratch) -> None:
         self._group, self._index, self._scratch = group, index, scratch
@@ -36,9 +36,9 @@ class StoredExpert:
         self.bytes_read = reader.read_together(places)
 
     def check(self) -> None:
-        """Raise CheckpointError where a part was changed."""
+        """Raise CheckpointError if a part was changed."""
         for part, array in (pair for pairs in self._parts.values() for pair in pairs):
-            found = digest(memoryview(array).cast("B"))
+            found = digest(array.data.cast("B"))
             refuse_changed(part.place, found, part.digest, f", expert {self._index}")
 
     def lies_as(self, other: "StoredExpert") -> bool:
@@ -125,7 +125,7 @@ def refuse_changed(tensor: SourceTensor, found: str, wanted: str | None, which: 
     """Raise CheckpointError where what was read has another digest than it must have; `which` of
     a stacked tensor."""
     if wanted not in (None, found):
-        raise CheckpointError(
+        raise ChangedFileError(
             f"{tensor.shard}, tensor {tensor.name}{which}: its bytes were changed, the digest is"
-            " another: copy the file anew, or convert it again."
+            " another: copy the file again, or convert it again."
         )

@@ -6,7 +6,13 @@ from typing import NamedTuple
 
 from kconvert.layouts.blob import COMMON_FOLDER, BlobInfo, digest, rank_folder, read_blob
 from kconvert.layouts.checkpoint import read_json
-from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError, UnsupportedError
+from kconvert.layouts.errors import (
+    ChangedFileError,
+    CheckpointError,
+    KconvertError,
+    OutputError,
+    UnfinishedOutputError,
+)
 from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.families.family import Family
 from kconvert.layouts.families.known import read_family
@@ -25,7 +31,7 @@ class Blob(NamedTuple):
     info: BlobInfo
 
     def stacked(self, tensor: StackedTensor) -> TensorEntry:
-        """The entry of a stacked tensor; CheckpointError where the blob has none such."""
+        """The entry of a stacked tensor; CheckpointError if the blob has none."""
         entries = [e for name, e in self.header.tensors.items() if name.endswith(f".{tensor.name}")]
         if len(entries) != 1:
             raise CheckpointError(f"{self.path} has no tensor …{tensor.name}: convert it again.")
@@ -38,22 +44,22 @@ def is_output(folder: Path) -> bool:
 
 
 class Output:
-    """A finished output. Of tensors, no data is read here."""
+    """A finished output. No tensor's data is read here."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises OutputError where `folder` is no finished output, UnsupportedError where it is a
-        part of one, CheckpointError where its config.json was changed."""
+        """Raises UnfinishedOutputError if `folder` is no finished output or a part of one,
+        ChangedFileError where its config.json was changed."""
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         if not self.manifest.complete:
-            raise UnsupportedError(
+            raise UnfinishedOutputError(
                 f"{folder} holds a part of the model: run `kconvert convert` without --layers and"
                 " --ranks to complete it."
             )
         self.stored = Parallelism(self.manifest.tp, self.manifest.ep)
         config = self.sized(CONFIG_NAME)
         if digest(config.read_bytes()) != self.manifest.files[CONFIG_NAME].digest:
-            raise CheckpointError(
+            raise ChangedFileError(
                 f"{config} is not the one that was converted: restore it, or convert again; engines"
                 " take other settings as options (vLLM: --hf-overrides, SGLang:"
                 " --json-model-override-args)."
@@ -78,7 +84,7 @@ class Output:
 
     def common(self, layers: Collection[int] | None = None, vision: bool = True) -> Iterator[Blob]:
         """The blobs of tensors that are not cut: those of `layers` (None: of all), the outer ones,
-        and those of the vision tower where it is asked for."""
+        and those of the vision tower if it is asked for."""
         for name in self.manifest.files:
             group = Path(name).stem
             if not name.startswith(f"{COMMON_FOLDER}/"):
@@ -118,12 +124,12 @@ class Output:
             header, info = read_blob(path)
         except KconvertError:  # whose advice is for a source
             raise CheckpointError(
-                f"{path} has a damaged header: copy it anew, or convert it again."
+                f"{path} has a damaged header: copy it again, or convert it again."
             ) from None
         if digest(header.raw) != self.manifest.files[name].digest:
-            raise CheckpointError(
+            raise ChangedFileError(
                 f"{path} is of another conversion: its header is not the one in {MANIFEST_NAME};"
-                " copy it anew, or convert it again."
+                " copy it again, or convert it again."
             )
         return Blob(path, header, info)
 
@@ -136,7 +142,7 @@ class Output:
         if size != entry.bytes:
             found = "is missing" if size is None else f"has {size:,} bytes"
             raise CheckpointError(
-                f"{path} {found}, {entry.bytes:,} bytes were written: copy it anew, or convert it"
+                f"{path} {found}, {entry.bytes:,} bytes were written: copy it again, or convert it"
                 " again."
             )
         return path

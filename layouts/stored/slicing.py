@@ -1,7 +1,7 @@
 """Which parts of which blobs make up what one rank of another tp and ep holds of a layer. Pure.
 
 A rank needs some experts, and of each some intermediate rows; a blob holds other experts and rows
-where the folder was converted for another tp or ep. Both orders of bytes can be cut and joined
+if the folder was converted for another tp or ep. Both orders of bytes can be cut and joined
 along the intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
 """
 
@@ -67,7 +67,7 @@ def spans(
     tensor: StackedTensor, quantization: Quantization, piece: Piece, length: int, rows: int
 ) -> tuple[Span, ...]:
     """What of a stored tensor goes where, along `cut_axis`. w13 has the rows of gate, then those
-    of up: two spans, and one where they join on both sides.
+    of up: two spans, and one if they join on both sides.
 
     `length`: of the stored tensor's axis; `rows`: intermediate rows of an expert in the target.
     """
@@ -117,7 +117,7 @@ def reordered(
 
 
 def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted: RankSlice) -> None:
-    """Raise UnsupportedError where `wanted` cannot be cut and joined from these blobs alone."""
+    """Raise UnsupportedError if `wanted` cannot be cut and joined from these blobs alone."""
     if layout not in _TILE:
         raise UnsupportedError(
             f"the blobs have layout {layout!r:.40}, this version reads {' and '.join(_TILE)}."

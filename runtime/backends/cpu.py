@@ -58,11 +58,7 @@ class CpuBackend:
     def drafted(self, token: int, start: int, tree: Tree) -> Step:
         return drafted(token, tree, start, SPLIT)
 
-    def embed(self, table: Matrix, step: Step) -> Array:
-        return self.embed_tokens(table, step.tokens)
-
-    def embed_tokens(self, table: Matrix, tokens: Ints) -> Array:
-        """Embedding rows [T, D] of tokens."""
+    def embed(self, table: Matrix, tokens: Ints) -> Array:
         out = np.empty((len(tokens), table[0].shape[1]), np.float32)
         loops.embed(table[0], tokens, out)
         return out

@@ -118,7 +118,7 @@ def rotate(x, cos, sin, out):  # type: ignore[no-untyped-def]
 
 @fast
 def store_latents(low, weight, epsilon, positions, slots, cos, sin, latent, bf16, keys):  # type: ignore[no-untyped-def]
-    """Of low [T, C + R] the latents, normed, and the keys, rotated, into keys [slots, C + R]."""
+    """Latents of low [T, C + R], normed, and its keys, rotated, into keys [slots, C + R]."""
     for t in range(low.shape[0]):
         row, p = keys[slots[t]], positions[t]
         rms_norm(low[t, :latent], weight, epsilon, bf16, row[:latent])
@@ -215,7 +215,7 @@ def silu_mul(gate_up, bf16, out):  # type: ignore[no-untyped-def]
 
 
 @fast
-def route(logits, bias, normalise, factor, ids, weights):  # type: ignore[no-untyped-def]
+def route(logits, bias, normalize, factor, ids, weights):  # type: ignore[no-untyped-def]
     experts = logits.shape[1]
     scores, ranked = np.empty(experts, np.float32), np.empty(experts, np.float32)
     for t in range(logits.shape[0]):
@@ -232,15 +232,15 @@ def route(logits, bias, normalise, factor, ids, weights):  # type: ignore[no-unt
             ranked[chosen] = -np.inf
             total += scores[chosen]
         for slot in range(ids.shape[1]):
-            if normalise:
+            if normalize:
                 weights[t, slot] /= total + np.float32(1e-20)
             weights[t, slot] *= factor
 
 
 @fast
 def expert(h, ids, weights, number, w13, w2, bf16, y):  # type: ignore[no-untyped-def]
-    """Of the rows of h [T, D] that chose the expert `number` as a slot: its weighted output into
-    y [T, k, D]."""
+    """Write into y [T, k, D] the weighted output of the expert `number`, for the rows of h [T, D]
+    and the slots that chose it."""
     chosen = 0
     for t in range(ids.shape[0]):
         for slot in range(ids.shape[1]):

@@ -14,7 +14,14 @@ from torch import Tensor
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.experts import STACKED
 from kconvert.runtime.backends.cpu import rope_tables
-from kconvert.runtime.backends.protocol import ExpertSource, LatentNorms, Norm, Sampling, Source
+from kconvert.runtime.backends.protocol import (
+    REACH,
+    ExpertSource,
+    LatentNorms,
+    Norm,
+    Sampling,
+    Source,
+)
 from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.ddtree import Tree
@@ -145,7 +152,7 @@ class CudaBackend:
     def sequence(self, tokens: NDArray[np.int64], start: int) -> StepRows:
         count = len(tokens)
         positions = torch.arange(start, start + count, dtype=torch.int32, device=self.device)
-        prefix = (positions - tree.REACH).clamp(min=0) // SPLIT * SPLIT
+        prefix = (positions - REACH).clamp(min=0) // SPLIT * SPLIT
         window = torch.arange(WINDOW, dtype=torch.int32, device=self.device)
         return StepRows(
             tokens=torch.tensor(tokens, dtype=torch.int32).to(self.device),
@@ -157,17 +164,23 @@ class CudaBackend:
     def drafted(self, token: int, start: int, drafts: Tree) -> StepRows:
         """The protocol's; texts grow theirs on the device."""
         step = drafted(token, drafts, start, SPLIT)
-        fields = step.tokens, step.positions, step.slots, step.prefix, step.counts, drafts.parents
-        arrays = [torch.from_numpy(field.astype(np.int32)).to(self.device) for field in fields]
-        windows = torch.from_numpy(step.windows[:, :WINDOW].astype(np.int32)).to(self.device)
-        return StepRows(*arrays, windows.contiguous(), int(step.positions.max()) // SPLIT + 1)
+
+        def int32(values: NDArray[np.int64]) -> Tensor:
+            return torch.from_numpy(values.astype(np.int32)).to(self.device)
+
+        return StepRows(
+            tokens=int32(step.tokens), positions=int32(step.positions), slots=int32(step.slots),
+            prefix=int32(step.prefix), counts=int32(step.counts), parents=int32(drafts.parents),
+            windows=int32(step.windows[:, :WINDOW]).contiguous(),
+            parts=int(step.positions.max()) // SPLIT + 1,
+        )  # fmt: skip
 
     # ---- the forward pass
 
-    def embed(self, table: Embedding, step: StepRows) -> Tensor:
+    def embed(self, table: Embedding, tokens: Tensor) -> Tensor:
         kind = torch.bfloat16 if self.ranks.size == 1 else torch.float32
-        out = torch.empty(len(step.tokens), self.config.hidden, dtype=kind, device=self.device)
-        rowwise.embed(step.tokens, table.table, table.first, out)
+        out = torch.empty(len(tokens), self.config.hidden, dtype=kind, device=self.device)
+        rowwise.embed(tokens, table.table, table.first, out)
         return out if self.ranks.size == 1 else self.exchange(out).sum(0).bfloat16()
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -181,7 +194,7 @@ class CudaBackend:
         linear_into(x, weight, out)
         return out
 
-    def add_norm(self, x: Tensor, sums: Tensor | None, norm: Norm) -> Pair:
+    def add_norm(self, x: Tensor | None, sums: Tensor | None, norm: Norm) -> Pair:
         if sums is not None and self.peers and len(sums) <= self.peers.most:
             return rowwise.add_norm(x, sums, norm.weight, norm.epsilon, self.peers)
         parts = None if sums is None else self.exchange(sums)

@@ -23,7 +23,7 @@ from kconvert.runtime.sampling import not_finite
 
 BUCKETS = (1, 2, 4, 8, 16, 33, 65)  # rows of a captured step
 MOST_NODES = tree.NODES
-# Of a step: without a drafter; with one that only follows; with its draft; with one that is cut.
+# A step: without a drafter; with one that only follows; with its draft; with one that is cut.
 ALONE, PAUSED, DRAFTED, AUTO = "alone", "paused", "drafted", "auto"
 PREFILL_ROWS = 1024
 _ENTRIES = 16  # of the ring; two steps are under way at most
@@ -54,7 +54,7 @@ class CudaDecoder:
 
     def __init__(self, model: Model, drafter: CudaDrafter | None) -> None:
         self.model, self.drafter = model, drafter
-        self._ops: CudaBackend = model.backend  # type: ignore[assignment]
+        self._ops: CudaBackend = model.backend
         device = self._ops.device
         self._state = torch.zeros(tree.STATE, dtype=torch.int32, device=device)
         self._options = torch.zeros(5, dtype=torch.int32, device=device)
@@ -165,7 +165,7 @@ class CudaDecoder:
         self._state[tree.START] = len(prompt) - 1
         self._state[tree.COUNT] = 1
         last = self._ops.sequence(prompt[-1:], len(prompt) - 1)
-        logits = self.model.head(hidden[-1:])
+        logits: Tensor = self.model.head(hidden[-1:])
         self._choose(logits, last, torch.empty(1, dtype=torch.int32, device=hidden.device), None)
         return logits
 
@@ -289,7 +289,7 @@ def bucket_of(rows: int) -> int:
 
 
 def _seconds(run, device: torch.device, repeats: int = 20) -> float:  # type: ignore[no-untyped-def]
-    """Of one call inside a graph, the median."""
+    """One call's inside a graph, the median."""
     run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()

@@ -3,7 +3,7 @@
 import sys
 from pathlib import Path
 
-from kconvert.layouts.errors import UnavailableError, UnsupportedError
+from kconvert.layouts.errors import DeviceMemoryError, OptionError, UnavailableError
 from kconvert.runtime.backends.protocol import DTYPES
 from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.distributed import Ranks
@@ -23,16 +23,16 @@ def choose(
     ranks: Ranks,
     drafter_bytes: int = 0,
 ) -> tuple[str, str]:
-    """("cpu" or "cuda", dtype). "auto" is the GPU where there is one that can, and says on stderr
+    """("cpu" or "cuda", dtype). "auto" is the GPU if there is one that can, and says on stderr
     why not if there is one that cannot; a dtype that is not given follows the device.
 
     Raises UnsupportedError for what cannot be run where it was asked for, UnavailableError where
     there is no GPU or its memory is too small, also of "auto".
     """
     if device not in DEVICES:
-        raise UnsupportedError(f"device {device!r} is none of {', '.join(DEVICES)}.")
+        raise OptionError(f"device {device!r} is none of {', '.join(DEVICES)}.")
     if dtype is not None and dtype not in DTYPES:
-        raise UnsupportedError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
+        raise OptionError(f"dtype {dtype!r} is none of {', '.join(DTYPES)}.")
     if device == "cpu":
         return "cpu", dtype or "float32"
     why = _no_gpu()
@@ -43,7 +43,7 @@ def choose(
     why = _refusal(dtype, config, blobs, ranks)
     if why is not None:
         if device == "cuda":
-            raise UnsupportedError(f"{folder}: {why}; run it with --device cpu.")
+            raise OptionError(f"{folder}: {why}; run it with --device cpu.")
         print(f"kconvert: on the CPU, for {why}.", file=sys.stderr)
         return "cpu", dtype or "float32"
     _check_memory(folder, config, blobs, ranks, drafter_bytes)
@@ -101,7 +101,7 @@ def _check_memory(
     needed = _ROOM + blobs.kept_bytes() + head + drafter_bytes
     free, _ = torch.cuda.mem_get_info()
     if needed > free:
-        raise UnavailableError(
+        raise DeviceMemoryError(
             f"{folder} needs {needed / 1e9:.1f} GB of the GPU's memory on this rank,"
             f" {free / 1e9:.1f} GB are free: convert it for more ranks, or use --device cpu."
         )

@@ -9,7 +9,7 @@ Arrays = tuple[NDArray[Any], ...]
 
 
 class Kept:
-    """Arrays by key, those used longest ago given up first where they would pass `most` bytes
+    """Arrays by key, those used longest ago given up first if they would pass `most` bytes
     together. One entry alone may be larger."""
 
     def __init__(self, most: int) -> None:

@@ -37,7 +37,7 @@ class Norm(NamedTuple):
 
 
 class LatentNorms(NamedTuple):
-    """What MLA's low-rank rows are normed by; `query` is None where queries have no such rows."""
+    """What MLA's low-rank rows are normed by; `query` is None if queries have no such rows."""
 
     query: Norm | None
     key: Norm
@@ -102,8 +102,8 @@ class Backend(Protocol):
 
     # ---- the forward pass, in its order
 
-    def embed(self, table: Weight, step: Step) -> Array:
-        """The rows' embeddings: activations [T, D]."""
+    def embed(self, table: Weight, tokens: Array) -> Array:
+        """The embeddings of tokens [T], a step's or others: activations [T, D]."""
 
     def linear(self, x: Array, weight: Weight) -> Array:
         """x [T, K] times the transpose of weight [N, K]: activations [T, N]."""
@@ -115,7 +115,7 @@ class Backend(Protocol):
         """x + the ranks' sums [T, D], added in rank order, and that normed: activations [T, D]."""
 
     def store_latents(self, low: Array, norms: LatentNorms, step: Step, layer: Layer) -> Array:
-        """Of low [T, Q + C + R] norm the first Q, which is the result; norm the next C, rotate the
+        """low [T, Q + C + R]: norm the first Q, which is the result; norm the next C, rotate the
         last R, and write both to the rows' slots of a cache's layer."""
 
     def queries(self, q: Array, kv_b: Weight, step: Step) -> Array:
@@ -133,7 +133,7 @@ class Backend(Protocol):
 
     def route(self, logits: Array, bias: Weight, step: Step) -> tuple[Array, Array]:
         """noaux_tc: the k experts of the greatest sigmoid(logit) + bias, best first, ties to the
-        lowest id; weights are their sigmoids, normalised, times a factor. → ids, weights [T, k]."""
+        lowest id; weights are their sigmoids, normalized, times a factor. → ids, weights [T, k]."""
 
     def experts(
         self, h: Array, routing: tuple[Array, Array], experts: Weight, shared: Array | None
@@ -145,12 +145,15 @@ class Backend(Protocol):
 
     def pick(self, logits: Array, step: Step, sampling: Sampling) -> Array:
         """The token that follows each row, of this rank's columns of logits [T, V / ranks] and of
-        the others': int64 [T]. Raises CheckpointError where a row is not finite."""
+        the others': int64 [T]. Raises CheckpointError if a row is not finite."""
 
     def gather(self, logits: Array) -> NDArray[np.float32]:
         """All ranks' columns of logits, in the host's memory [T, V]."""
 
-    # ---- drafts
+
+class HostBackend(Backend, Protocol):
+    """One whose texts are led by the host: it grows a tree, and takes what a step accepted, between
+    two forward passes. On a GPU that is part of a step's graph (`cuda_decoder`)."""
 
     def grow(
         self, ids: NDArray[np.int64], logprobs: NDArray[np.float32], budget: int, chain_seed: bool
@@ -161,5 +164,5 @@ class Backend(Protocol):
         """Follow the chosen tokens from the root: the accepted rows, and the token after them."""
 
     def compact(self, cache: Cache, step: Step, accepted: NDArray[np.int64]) -> None:
-        """Of a step's rows keep the accepted ones, which move to their positions' slots. The
+        """Keep the accepted ones of a step's rows, which move to their positions' slots. The
         others become NaN: read in error, they would be seen."""

@@ -31,7 +31,7 @@ class Cache:
 
 
 class TwinBackend:
-    """See protocol.py. Activations are bfloat16, or `wide` where nothing is rounded."""
+    """See protocol.py. Activations are bfloat16, or `wide` if nothing is rounded."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class TwinBackend:
         return self._step(drafted(token, tree, start, SPLIT))
 
     def _step(self, step: Step) -> Step:
-        fields = {
+        fields: dict[str, Any] = {
             name: torch.from_numpy(value).to(self._device) for name, value in vars(step).items()
         }
         return replace(step, **fields)
 
-    def embed(self, table: Tensor, step: Any) -> Tensor:
-        return self._rounded(table[step.tokens])
+    def embed(self, table: Tensor, tokens: Tensor) -> Tensor:
+        return self._rounded(table[tokens])
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._rounded(self.sums(x, weight))
@@ -151,7 +151,8 @@ class TwinBackend:
         return self._rounded(out.flatten(1))
 
     def _heads(self, kv_b: Tensor) -> Tensor:
-        return kv_b.unflatten(0, (-1, self.config.nope_dim + self.config.value_dim))
+        heads: Tensor = kv_b.unflatten(0, (-1, self.config.nope_dim + self.config.value_dim))
+        return heads
 
     def silu_mul(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.to(self._wide).chunk(2, dim=1)
@@ -176,8 +177,8 @@ class TwinBackend:
             act = self.silu_mul(self.sums(h[token], w13))
             y[token, slot] = self._rounded(weights[token, slot, None] * self.sums(act, w2))
         out = torch.zeros(h.shape, dtype=self._wide, device=h.device)
-        for slot in range(ids.shape[1]):
-            out += y[:, slot].to(self._wide)
+        for k in range(ids.shape[1]):
+            out += y[:, k].to(self._wide)
         return out if shared is None else out + shared
 
     def pick(self, logits: Tensor, step: Any, how: Sampling) -> Tensor:

@@ -49,7 +49,7 @@ def _recorded(engine: Engine) -> Iterator[_Recorded]:
 def agreement(
     engine: Engine, reference: Engine, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """Of every position of the prompts: the relative distance of its logits, and whether its
+    """For every position of the prompts the relative distance of its logits, and whether its
     experts are others. `unlike`: positions where they are and the reference's scores were further
     apart than TOSS, in the first layer that differs: no toss, but an error."""
     distances, tossed, margins = [], [], []

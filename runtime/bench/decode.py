@@ -28,6 +28,7 @@ def bench_decode(
     torchrun, rank 0's clock counts."""
     ranks = ranks_from_environment(output)
     engine = Engine.open(output, drafter, dtype, ranks, device)
+    engine.set_threads()
     report = report if ranks.rank == 0 else lambda _: None
     for prompt in prompts:
         engine.checked(prompt, new_tokens)
@@ -36,7 +37,8 @@ def bench_decode(
     for prompt in prompts:  # all modes write the same: none is the first to read an expert
         engine.generate(prompt, new_tokens)
     rows: list[dict[str, Any]] = []
-    for mode, budget in [("ar", 0), *configurations(BUDGETS, engine), ("ddtree", "auto")]:
+    kinds: list[tuple[str, int | str]] = [("ar", 0), *configurations(BUDGETS, engine)]
+    for mode, budget in [*kinds, ("ddtree", "auto")]:
         made = [engine.generate(prompt, new_tokens, mode, budget) for prompt in prompts]
         if not any(len(generation.tokens) > 1 for generation in made):
             raise UnsupportedError(

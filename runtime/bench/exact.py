@@ -36,7 +36,7 @@ def bench_exact(
     A row an output, dtype, temperature, mode and budget: tokens compared, and the prompts that
     differ with their first differing position (there should be none). Then the same of longer
     texts, in contexts of up to `longest` tokens (texts.py); 0: none. Every rank compares its own
-    logits. Of more processes than an output has ranks each team takes some of the prompts.
+    logits. If there are more processes than ranks, each team of ranks takes some of the prompts.
     On a GPU also how near its logits are to the CPU's (agreement.py).
     """
     sizes = sorted({read_manifest(output).tp for output in outputs})
@@ -52,6 +52,7 @@ def bench_exact(
 
     for output in outputs:  # what will be refused is refused before the hours of measuring
         engine = Engine.open(output, drafter, ranks=team.ranks, device=device)
+        engine.set_threads()
         for prompt in prompts:
             engine.checked(prompt, new_tokens)
     rows, device = [], engine.device
@@ -60,6 +61,7 @@ def bench_exact(
     for output in outputs:
         for dtype in dtypes:
             engine = Engine.open(output, drafter, dtype, team.ranks, device)
+            engine.set_threads()
             for temperature in temperatures:
                 part = list(enumerate(prompts))[team.index :: team.count]
                 rows += _exact_rows(engine, part, new_tokens, temperature, tell)
@@ -110,7 +112,7 @@ def _exact_rows(
     kinds: list[tuple[str, int | str]] = [*configurations(BUDGETS, engine)]
     if engine.device == "cuda":  # on the CPU it drafts by the machine's noise
         kinds.append(("ddtree", "auto"))
-    rows = [
+    rows: list[dict[str, Any]] = [
         {
             "layout": engine.model.blobs.manifest.layout, "dtype": engine.model.backend.dtype,
             "temperature": temperature, "mode": mode, "budget": budget, "tokens": 0,

@@ -25,7 +25,7 @@ _TIMES = 50  # exchanges of a graph
 def bench_exchange(
     rows: Sequence[int] = ROWS, report: Callable[[str], object] = print
 ) -> dict[str, Any]:
-    """Microseconds of an exchange, the slowest rank's median. Raises UnavailableError where there
+    """Microseconds of an exchange, the slowest rank's median. Raises UnavailableError if there
     is no GPU or but one rank."""
     ranks = all_ranks_from_environment()
     if ranks.size == 1 or not torch.cuda.is_available():
@@ -87,7 +87,7 @@ def _ordered_sum(parts: Tensor) -> Tensor:
 
 
 def _symmetric(ranks: Ranks, m: int, device: torch.device) -> dict[str, Callable[[], object]]:
-    """torch's own all-reduces over symmetric memory, where this torch has them."""
+    """torch's own all-reduces over symmetric memory, if this torch has them."""
     from torch.distributed import _symmetric_memory as symmetric
 
     group = ranks.gpus.group_name
@@ -116,7 +116,7 @@ def _graph_us(run: Callable[[], object], device: torch.device) -> float:
         end.record()
         torch.cuda.synchronize(device)
         times.append(begin.elapsed_time(end) * 1e3 / _TIMES)
-    return statistics.median(times)
+    return float(statistics.median(times))
 
 
 def _slowest(us: float, ranks: Ranks, device: torch.device) -> float:

@@ -33,9 +33,14 @@ GEMM = (
 FORMS = ("indexed", "grouped_contiguous")
 
 
+<<<<<<< HEAD
 def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable]:
     """What prepares a layer for one of Humming's FORMS. Raises as its import does, TypeError if a
     call changed."""
+=======
+def loader() -> Callable[[MoeWeights, MoeShape], Callable[..., Any]]:
+    """What prepares a layer for Humming. Raises as its import does, TypeError if a call changed."""
+>>>>>>> origin/main
     prepare = import_module("humming.transform").prepare_and_transform_humming_tensors
     forward = import_module("humming.forward").humming_forward
     tune = import_module("humming.tune").get_heuristics_config
@@ -46,7 +51,9 @@ def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable]:
     check(tune, ("layer_config", "gemm_type", "device"))
     check(schema, ("b_dtype", "weight_scale_group_size"))
 
-    def gemm_of(packed: Tensor, scales: Tensor, shape: MoeShape, n: int, k: int) -> Callable:
+    def gemm_of(
+        packed: Tensor, scales: Tensor, shape: MoeShape, n: int, k: int
+    ) -> Callable[..., Any]:
         config, tensors = prepare(
             tensors={
                 "weight": torch.stack([_checkpoint_words(words) for words in packed]),
@@ -58,7 +65,7 @@ def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable]:
         plans = tune(layer_config=config, gemm_type=form, device=packed.device)
         locks = torch.zeros(2048, dtype=torch.int32, device=packed.device)
 
-        def gemm(ids: Tensor, top_k: int) -> Callable[[Tensor], Tensor]:
+        def gemm(ids: Tensor, top_k: int) -> Callable[[Tensor], Any]:
             rows = -(-ids.numel() * shape.experts // shape.total_experts)
             how = dict(valid_shape_m=rows, tuning_config=plans, locks=locks, **tensors)
             how["compute_config"] = {"gemm_type": form}
@@ -69,14 +76,14 @@ def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable]:
                 counts = sorted_pairs(ids, shape)[1]
                 how["expert_layout"] = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
 
-            def run(x: Tensor) -> Tensor:
+            def run(x: Tensor) -> Any:
                 return forward(config, inputs=x, outputs=x.new_empty(ids.numel(), n), **how)
 
             return run
 
         return gemm
 
-    def load(layer: MoeWeights, shape: MoeShape) -> Callable:
+    def load(layer: MoeWeights, shape: MoeShape) -> Callable[..., Any]:
         n, k = shape.intermediate, shape.hidden
         w13 = gemm_of(layer.w13, layer.w13_scale, shape, 2 * n, k)
         w2 = gemm_of(layer.w2, layer.w2_scale, shape, k, n)

@@ -11,10 +11,12 @@ import os
 import re
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +25,7 @@ import torch
 from torch import Tensor
 
 from kconvert.layouts.blob import read_blob
-from kconvert.layouts.errors import UnavailableError, UnsupportedError
+from kconvert.layouts.errors import DeviceMemoryError, UnavailableError, UnsupportedError
 from kconvert.layouts.header import TensorEntry
 from kconvert.layouts.reader import NUMPY_BITS
 from kconvert.layouts.stored.slicing import Span
@@ -58,8 +60,8 @@ def bench_load(
     """GB/s of the blobs at `paths` (files, or folders of them), a file and a folder at a time, with
     digests and without; the median of the passes, of all ranks together.
 
-    `device` "cpu" measures the host's part: into its own memory. Raises UnavailableError where
-    there is no GPU or too little of its memory, UnsupportedError where there are no blobs.
+    `device` "cpu" measures the host's part: into its own memory. Raises UnavailableError if
+    there is no GPU or too little of its memory, UnsupportedError if there are no blobs.
     """
     if device != "cpu" and not torch.cuda.is_available():
         raise UnavailableError(
@@ -108,7 +110,7 @@ def blobs_of(paths: Sequence[Path]) -> list[Path]:
 
 
 def _mine(paths: list[Path], ranks: Ranks) -> list[Path]:
-    """What this rank loads: its folders, in turn where there are more, and all that is in none."""
+    """What this rank loads: its folders, in turn if there are more, and all that is in none."""
     mine = []
     for path in paths:
         folder = _RANK.fullmatch(path.parent.name)
@@ -127,7 +129,7 @@ def _load(path: Path, device: torch.device) -> Loaded:
     header, info = read_blob(path)
     nbytes = path.stat().st_size - header.data_start
     if device.type == "cuda" and nbytes + _ROOM > (free := torch.cuda.mem_get_info()[0]):
-        raise UnavailableError(
+        raise DeviceMemoryError(
             f"{path} needs {nbytes / 1e9:.1f} GB of the GPU's memory beside what was given before"
             f" it, {free / 1e9:.1f} GB are free: give fewer blobs."
         )
@@ -174,11 +176,7 @@ class _Bench:
                 self.buffer_bytes = max(self.buffer_bytes, memory.buffer_bytes)
                 for unit in ("file", "folder"):
                     groups = [[b] for b in self._blobs] if unit == "file" else [self._blobs]
-                    rates = self._passes(
-                        source, lambda groups=groups, filler=filler: [
-                            self._fill(filler, group) for group in groups
-                        ],
-                    )  # fmt: skip
+                    rates = self._passes(source, partial(self._fill_each, filler, groups))
                     row = {"from": source, "at_a_time": unit, "digests": digests,
                            "threads": filler.threads, **rates,
                            "of_best": round(rates["gbps"] / best, 3)}  # fmt: skip
@@ -207,7 +205,7 @@ class _Bench:
         return found
 
     def raw(self) -> dict[str, Any] | None:
-        """The best rate past the page cache; None where the disk cannot be measured."""
+        """The best rate past the page cache; None if the disk cannot be measured."""
         kept = self._forget()
         if kept > 0.01:
             self._report(f"disk: not measured, {kept:.0%} of the files stay in memory (tmpfs?)")
@@ -235,6 +233,10 @@ class _Bench:
         table = {"gbps": sums, "slowest_rank": slowest, "fastest_rank": fastest}
         return {name: round(statistics.median(rates), 3) for name, rates in table.items()}
 
+    def _fill_each(self, filler: Filler, groups: Iterable[Sequence[Loaded]]) -> None:
+        for group in groups:
+            self._fill(filler, group)
+
     def _fill(self, filler: Filler, blobs: Sequence[Loaded]) -> None:
         for blob in blobs:
             for transfer in blob.transfers:
@@ -257,7 +259,7 @@ class _Bench:
         return float(np.array(self._ranks.gather(share)).max())
 
     @contextmanager
-    def _reading(self, threads: int, flags: int) -> Iterator[Callable[[], None]]:
+    def _reading(self, threads: int, flags: int) -> Iterator[Callable[[], object]]:
         """A pass of `threads` over all files, block by block, each into a buffer of its own."""
         buffers = [self._buffer() for _ in range(threads)]
         files = [os.open(blob.path, os.O_RDONLY | flags) for blob in self._blobs]
@@ -270,7 +272,7 @@ class _Bench:
 
         try:
             with ThreadPoolExecutor(threads) as pool:
-                yield lambda: [None for _ in pool.map(read, range(threads))] and None
+                yield lambda: deque(pool.map(read, range(threads)), maxlen=0)
         finally:
             for fd in files:
                 os.close(fd)
@@ -279,7 +281,7 @@ class _Bench:
         """On a page, as O_DIRECT wants it."""
         if self._device.type == "cpu":
             return memoryview(mmap.mmap(-1, CHUNK_BYTES))
-        return memoryview(torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True).numpy())
+        return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True).numpy().data
 
 
 def _resident(fd: int) -> int:

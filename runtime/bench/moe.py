@@ -135,7 +135,7 @@ def graph_us(steps: Sequence[Callable[[], object]], replays: int = 25) -> float:
         torch.cuda.synchronize()
         if i >= 3:
             times.append(begin.elapsed_time(end))
-    return float(statistics.median(times)) * 1000 / (rounds * len(steps))
+    return float(statistics.median(times) * 1000 / (rounds * len(steps)))
 
 
 def read_steps(

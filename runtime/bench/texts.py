@@ -33,7 +33,7 @@ class Case:
 
 
 def cases(engine: Engine, longest: int) -> list[Case]:
-    """Of contexts up to `longest` tokens. Buckets are the GPU's."""
+    """The cases for contexts of up to `longest` tokens. Buckets are the GPU's."""
     assert engine.drafter is not None
     chain = "chain", engine.drafter.config.block - 1
     tree = "ddtree", 16

@@ -15,7 +15,7 @@ _AFTER = {"tree_grow": "verify", "tree_compact": "context"}  # what begins behin
 def timeline(
     engine: Engine, prompt: list[int], new_tokens: int, mode: str, budget: int | str
 ) -> dict[str, Any]:
-    """Of the steps of one text, in microseconds: the median time from one step's last kernel to the
+    """The steps of one text, in microseconds: the median time from one step's last kernel to the
     next one's first, a step's from first to last, its launches, the shares of its parts (draft,
     verify, tree: top-k to compaction, context: the drafter's) and each kernel's time. A
     kernel's time is from the end of the one before it to its own: they overlap."""

@@ -24,7 +24,7 @@ GOALS = {"top-k and grow": {16: 30, 64: 60}, "walk and compact": {64: 10}}  # µ
 RANKS = (1, 8)
 VOCABULARY, LEVELS, LAYERS, WIDTH = 163_840, 7, 61, 576
 _SLOTS = 8192  # more than all repeats can commit
-_ACCEPTED = 3  # nodes, where the tree is as deep
+_ACCEPTED = 3  # nodes, if the tree is as deep
 
 
 def bench_tree(
@@ -32,7 +32,7 @@ def bench_tree(
 ) -> dict[str, Any]:
     """Microseconds of each part by budget, with all of the vocabulary and with an eighth of it.
 
-    Of several ranks the exchange of keys and choices is left out (`bench exchange`). Raises
+    The exchange of keys and choices between ranks is left out (`bench exchange`). Raises
     UnavailableError without a CUDA GPU.
     """
     if not torch.cuda.is_available():

@@ -41,8 +41,8 @@ class CostCurve:
             raise ValueError("no forward was measured")
         # Pool adjacent violators: neighbours that fall are replaced by their mean until none do.
         pools: list[tuple[float, int, int]] = []  # mean seconds, points, row counts
-        for seconds in by_rows.values():
-            pool = (sum(seconds) / len(seconds), len(seconds), 1)
+        for measured in by_rows.values():
+            pool = (sum(measured) / len(measured), len(measured), 1)
             while pools and pools[-1][0] > pool[0]:
                 before = pools.pop()
                 count = before[1] + pool[1]
@@ -87,7 +87,7 @@ def rates(
 class Calibration:
     """What share of the drafted tokens that trees promise is accepted, of late.
 
-    A drafter is surer of itself than the target agrees, the more so where text is sampled. Before
+    A drafter is surer of itself than the target agrees, the more so if text is sampled. Before
     anything was verified its word is taken.
     """
 

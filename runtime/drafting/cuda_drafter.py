@@ -1,7 +1,6 @@
 """The DFlash drafter on a GPU: drafting/dflash.py's forward, without a number of the host. Of
 several ranks each has a share of it (sharding.py); all grow the same tree."""
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
@@ -41,7 +40,7 @@ class CudaDrafter:
         # The sizes of this rank's share; widths of rows that all ranks have are as ever.
         self.config = config = share.config
         self._share, self._model = share, model
-        self._ops: CudaBackend = model.backend  # type: ignore[assignment]
+        self._ops: CudaBackend = model.backend
         self._device = self._ops.device
 
         def get(*names: str) -> Tensor:
@@ -80,7 +79,8 @@ class CudaDrafter:
         factor = c.yarn.amplitude if c.yarn else 1.0
         tables = rope_tables(rope_frequencies(c), torch.arange(positions), factor)
         half = c.head_dim // 2
-        self._tables = tuple(t[:, :half].contiguous().to(self._device) for t in tables)
+        cos, sin = (t[:, :half].contiguous().to(self._device) for t in tables)
+        self._tables = cos, sin
 
     def extend(self, features: Tensor, base: Tensor, count: Tensor | None) -> None:
         """Newly committed rows' features bf16 [T, F], of which the first `count` are there, from
@@ -100,7 +100,7 @@ class CudaDrafter:
         ops, c = self._ops, self.config
         self._tokens[:1].copy_(state[TOKEN : TOKEN + 1])
         start, sums = state[START:], None
-        x = ops.embed(self._model.weights.embedding, SimpleNamespace(tokens=self._tokens))
+        x = ops.embed(self._model.weights.embedding, self._tokens)
         for i, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
             x, h = self._add_norm(x, sums, layer.input_norm)
             # Behind the context, where the next `extend` writes: nothing of a block stays.
@@ -109,7 +109,8 @@ class CudaDrafter:
             x, h = self._add_norm(x, ops.sums(values, layer.output), layer.mlp_norm)
             sums = ops.sums(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
         _, h = self._add_norm(x, sums, self._norm)
-        return self._model.head(h[1:])
+        logits: Tensor = self._model.head(h[1:])
+        return logits
 
     def _add_norm(
         self, x: Tensor | None, sums: Tensor | None, weight: Tensor

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kconvert.layouts.errors import CheckpointError, UnsupportedError
+from kconvert.layouts.errors import CheckpointError, OptionError
 from kconvert.layouts.numba_jit import jit
 
 
@@ -34,7 +34,7 @@ class Tree:
         return len(self.token_ids)
 
     def first(self, budget: int) -> "Tree":
-        """The tree of the first `budget` nodes, or of all where there are fewer."""
+        """The tree of the first `budget` nodes, or of all if there are fewer."""
         n = _checked(budget)
         return Tree(
             self.token_ids[:n], self.depths[:n], self.parents[: n + 1], self.path_logprobs[:n]
@@ -65,7 +65,7 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[NDArray[np.int64], NDArray[np.f
 @jit
 def _top_k(logits, least, ids, best):  # type: ignore[no-untyped-def]
     """Sort the tokens that reach `least`, the k-th value of their row, into ids and best [L, K],
-    and normalise them. → The first row that cannot be, or −1."""
+    and normalize them. → The first row that cannot be, or −1."""
     k = ids.shape[1]
     for row in range(len(logits)):
         highest, total = logits[row].max(), 0.0
@@ -206,5 +206,5 @@ def _walk(tokens, parents, choices):  # type: ignore[no-untyped-def]
 
 def _checked(budget: int) -> int:
     if budget < 0:
-        raise UnsupportedError(f"a budget of {budget} nodes cannot be: give 0 or more.")
+        raise OptionError(f"a budget of {budget} nodes makes no sense: give 0 or more.")
     return budget

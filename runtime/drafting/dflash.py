@@ -159,7 +159,7 @@ class Drafter:
         self._values[layer][:, self._length : end] = self._heads(rows, f"{name}.v_proj")
 
     def _heads(self, rows: Tensor, projection: str, norm: str = "") -> Tensor:
-        """[T, hidden] → [heads, T, head_dim], each head normed where there is a norm."""
+        """[T, hidden] → [heads, T, head_dim], each head normed if there is a norm."""
         heads = self._project(rows, projection).unflatten(1, (-1, self.config.head_dim))
         return (self._norm(heads, norm) if norm else heads).transpose(0, 1)
 
@@ -207,7 +207,7 @@ def read_weights(
 
 
 def rope_frequencies(config: DrafterConfig) -> Tensor:
-    """float32 [head_dim/2]: radians a position, from fast to slow; of YaRN where it is set."""
+    """float32 [head_dim/2]: radians a position, from fast to slow; of YaRN if it is set."""
     radians = frequencies(config.head_dim, config.rope_theta, config.yarn)
     return torch.from_numpy(radians).float()
 

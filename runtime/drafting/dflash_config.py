@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Self
 
 from kconvert.layouts.checkpoint import read_json
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
-from kconvert.layouts.fields import CONFIG_NAME, natural, positive
+from kconvert.layouts.fields import CONFIG_NAME, flag, natural, positive, real
 from kconvert.runtime.rope import Yarn, mscale
 
 ARCHITECTURE = "DFlashDraftModel"
@@ -52,7 +52,7 @@ class DrafterConfig:
     yarn: Yarn | None
     block: int  # tokens of a draft, the anchor included
     mask_token: int
-    target_layers: int  # of the target it was trained for; 0 where the config does not say
+    target_layers: int  # of the target it was trained for; 0 if the config does not say
     target_layer_ids: tuple[int, ...]  # whose outputs are its context, in this order
     windows: tuple[int | None, ...]  # a layer's window: it reads keys at |distance| < window
     causal: tuple[bool, ...]  # whether a layer's block rows also do not read later rows
@@ -82,7 +82,7 @@ class DrafterConfig:
         """Check a parsed config.json.
 
         `attention_factor` is used instead of YaRN's own. `causal_windows` makes layers with a
-        window causal inside the block where the config does not say: drafters differ, and theirs
+        window causal inside the block if the config does not say: drafters differ, and theirs
         rarely does (the reference changed its rule; vLLM has them causal).
         """
         draft = config.get("dflash_config") or {}
@@ -95,7 +95,7 @@ class DrafterConfig:
         hidden, heads = (positive(config, key) for key in ("hidden_size", "num_attention_heads"))
         if "head_dim" not in config and hidden % heads == 0:
             config["head_dim"] = hidden // heads
-        causal = _flag(config, "causal", _flag(config, "is_causal", None))
+        causal = flag(config, "causal", flag(config, "is_causal", None))
         parsed = cls(
             hidden=hidden,
             layers=layers,
@@ -104,8 +104,8 @@ class DrafterConfig:
             head_dim=positive(config, "head_dim"),
             intermediate=positive(config, "intermediate_size"),
             vocabulary=positive(config, "vocab_size"),
-            eps=_number(config, "rms_norm_eps"),
-            rope_theta=_number(_rope(config), "rope_theta", above=1.0),
+            eps=real(config, "rms_norm_eps"),
+            rope_theta=real(_rope(config), "rope_theta", least=1.01),
             yarn=_yarn(config, attention_factor),
             block=positive(config, "block_size", 1 << 10),
             mask_token=_token(config, "mask_token_id"),
@@ -190,28 +190,6 @@ def _check_kind(config: dict[str, Any]) -> None:
             )
 
 
-def _number(
-    config: dict[str, Any], key: str, default: float | None = None, above: float = 0.0
-) -> float:
-    """config[key], a finite number; `default` where it is absent or null."""
-    value = config.get(key, default)
-    value = default if value is None else value
-    if type(value) not in (int, float) or not max(above, 1e-30) < value < 1e30:
-        raise CheckpointError(
-            f"{CONFIG_NAME}: {key} is {value!r:.60}, expected a number above {above:g}."
-        )
-    return float(value)
-
-
-def _flag(config: dict[str, Any], key: str, default: bool | None) -> bool | None:
-    value = config.get(key)
-    if value is None:
-        return default
-    if type(value) is not bool:
-        raise CheckpointError(f"{CONFIG_NAME}: {key} is {value!r:.60}, expected true or false.")
-    return value
-
-
 def _token(config: dict[str, Any], key: str) -> int:
     value, vocab = config.get(key), positive(config, "vocab_size")
     if type(value) is not int or not 0 <= value < vocab:
@@ -239,8 +217,8 @@ def _layer_ids(config: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _windows(config: dict[str, Any], layers: int) -> tuple[int | None, ...]:
-    """A layer's window by layer_types, or by max_window_layers where there are none."""
-    used = _flag(config, "use_sliding_window", config.get("sliding_window") is not None)
+    """A layer's window by layer_types, or by max_window_layers if there are none."""
+    used = flag(config, "use_sliding_window", config.get("sliding_window") is not None)
     window = positive(config, "sliding_window") if used else None
     kinds = config.get("layer_types")
     if kinds is None:
@@ -274,18 +252,18 @@ def _yarn(config: dict[str, Any], attention_factor: float | None) -> Yarn | None
         return None
     if kind != "yarn":
         raise UnsupportedError(f"{CONFIG_NAME}: rope_type is {kind!r:.60}, only 'yarn' can be run.")
-    factor = _number(rope, "factor")
+    factor = real(rope, "factor")
     # transformers' rule: mscale ÷ mscale_all_dim where both are given, or else as if 1 ÷ nothing.
     over, under = 1.0, 0.0
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        over, under = _number(rope, "mscale"), _number(rope, "mscale_all_dim")
+        over, under = real(rope, "mscale"), real(rope, "mscale_all_dim")
     if attention_factor is not None:
         rope["attention_factor"] = attention_factor
     return Yarn(
         factor=factor,
         original_positions=positive(rope, "original_max_position_embeddings"),
-        beta_fast=_number(rope, "beta_fast", 32.0),
-        beta_slow=_number(rope, "beta_slow", 1.0),
-        truncate=_flag(rope, "truncate", True) is not False,
-        amplitude=_number(rope, "attention_factor", mscale(factor, over) / mscale(factor, under)),
+        beta_fast=real(rope, "beta_fast", 32.0),
+        beta_slow=real(rope, "beta_slow", 1.0),
+        truncate=flag(rope, "truncate", True) is not False,
+        amplitude=real(rope, "attention_factor", mscale(factor, over) / mscale(factor, under)),
     )

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from kconvert.runtime.backends.protocol import REACH
+from kconvert.runtime.backends.protocol import REACH, HostBackend
 from kconvert.runtime.clock import Clock
 from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses, rates
 from kconvert.runtime.drafting.ddtree import Tree, chain, top_k
@@ -56,6 +56,7 @@ class Drafting:
         """`costs`, `pauses` and `calibration` are for the budget "auto", which knows no bound but
         MOST_AUTO."""
         self._model, self._drafter = model, drafter
+        self._ops: HostBackend = model.backend
         self._mode, self._chain_seed, self._clock = mode, chain_seed, clock
         self._costs = costs
         self.most = MOST_AUTO if budget == AUTO else int(budget)
@@ -75,7 +76,7 @@ class Drafting:
             self._promised = None
 
     def catch_up(self, but: int = 0) -> None:
-        """Take what was committed, but for the newest `but` steps, into the drafter's context."""
+        """Take what was committed, except the newest `but` steps, into the drafter's context."""
         ready = len(self._waiting) - but
         if ready > 0:
             self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting[:ready])))
@@ -93,11 +94,12 @@ class Drafting:
         seconds = time.perf_counter() - begin
         self.forwards += 1
         self._clock("draft")
+        tree: Tree
         if self._mode == "chain":
             tree = chain(*top_k(logits, 1), self.most)
         else:
             ids, logprobs = top_k(logits, self.most)
-            tree = self._model.backend.grow(ids, logprobs, self.most, self._chain_seed)
+            tree = self._ops.grow(ids, logprobs, self.most, self._chain_seed)
         pays = True
         if self._costs is not None:
             probabilities = np.exp(tree.path_logprobs)
@@ -105,18 +107,16 @@ class Drafting:
             tree = tree.first(int(promised.argmax()))
             pays = bool(promised.max() * self._costs(1) >= 1)
         # What rank 0 found is everybody's: clocks differ, and drafting is done together.
-        tree, pays = self._model.backend.ranks.broadcast((tree, pays))
+        tree, pays = self._ops.ranks.broadcast((tree, pays))
         self._pauses.drafted(pays)
         if self._costs is not None:
             self._promised = float(np.exp(tree.path_logprobs).sum())
         return tree
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
-        model = self._model
-        rows = model.backend.embed_tokens(model.weights.embedding, ids.numpy())
+        rows = self._ops.embed(self._model.weights.embedding, ids.numpy())
         return torch.from_numpy(rows)
 
     def _head(self, hidden: torch.Tensor) -> torch.Tensor:
-        model = self._model
-        logits = model.head(hidden.float().contiguous().numpy())
-        return torch.from_numpy(model.backend.gather(logits))
+        logits = self._model.head(hidden.float().contiguous().numpy())
+        return torch.from_numpy(self._ops.gather(logits))

@@ -42,7 +42,7 @@ class Share(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its weights in bf16."""
+        """What its weights take in bf16."""
         sizes = self.config.shapes() | {"fc.weight": (self.config.hidden, len(self.features))}
         return 2 * sum(prod(shape) for shape in sizes.values())
 

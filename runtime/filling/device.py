@@ -97,10 +97,12 @@ class DeviceMemory:
         self._prepare(mine)
         mine.turn ^= 1
         with torch.cuda.device(self._device):  # a new thread would wake GPU 0
-            return mine.buffers[mine.turn].take(size).view(dtype).reshape(shape)
+            taken: NDArray[Any] = mine.buffers[mine.turn].take(size).view(dtype).reshape(shape)
+            return taken
 
     def put(self, source: NDArray[Any], target: torch.Tensor) -> None:
         mine = self._thread
+        assert mine.stream is not None  # `take` came before
         buffer = mine.buffers[mine.turn]
         signed = source.view(np.dtype(f"i{source.dtype.itemsize}"))
         with torch.cuda.stream(mine.stream):

@@ -36,7 +36,7 @@ class Memory(Protocol):
         """What was taken of the host's memory on the way."""
 
     def host(self, target: Any) -> NDArray[Any] | None:
-        """The target's own memory, where it is contiguous and the host's: to be read into."""
+        """The target's own memory, if it is contiguous and the host's: to be read into."""
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
         """A buffer of this thread's, to be read into and `put`; valid until it takes another."""
@@ -163,7 +163,7 @@ class Filler:
                 raise CheckpointError(
                     f"{transfer.path}, tensor {entry.name}{which}: its bytes were changed (digest"
                     f" {transfer.digests[expert]} expected, {hasher.hexdigest()} found): copy the"
-                    " file anew, or convert it again."
+                    " file again, or convert it again."
                 )
 
     def _blocks(self, transfer: Transfer) -> Iterator[range]:

@@ -14,7 +14,7 @@ from kconvert.runtime.plugins.loading import ExpertLayer
 
 
 def memory_of(layers: Iterable[ExpertLayer]) -> Memory:
-    """The way into the parameters of these layers; UnsupportedError where they are not all on one
+    """The way into the parameters of these layers; UnsupportedError if they are not all on one
     device, or on one of another kind."""
     devices = {p.device for layer in layers for p in layer.parameters.values()}
     if len(devices) > 1:
@@ -44,7 +44,7 @@ def place(layout: str, layer: ExpertLayer, name: str, shape: tuple[int, ...]) ->
 
 def data_of(tensor: torch.Tensor) -> memoryview:
     """A CPU tensor's bytes."""
-    return memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
 def fill_shapes(module: torch.nn.Module, dims: ModelDims) -> None:

@@ -1,7 +1,9 @@
 """What the loaders of both engines have in common: a model, filled from an output."""
 
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,6 +29,8 @@ LOADED = (
     "kconvert: experts of %d layers, %.2f GB, and all else in %.2f s (%s, converted for tp %d ep"
     " %d)"
 )
+_HASHERS = 2  # threads: beside those that fill the experts, and faster than the engine copies
+_MOST_BEGUN = 8  # tensors that are kept for their digest after the engine has copied them
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
 _VISION = re.compile(r"(?:^|\.)(?:vision_tower|mm_projector|multi_modal_projector)\.")
 _TORCH = {"I32": "torch.int32", "BF16": "torch.bfloat16", "F16": "torch.float16",
@@ -74,7 +78,7 @@ def take_option(extra: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
 def experts_of(module: str, places: Sequence[int], advice: str) -> range:
     """The experts that a rank holds, from its table of all experts' places (below 0: elsewhere).
 
-    Raises UnsupportedError with `advice` where they do not lie together and in order.
+    Raises UnsupportedError with `advice` if they do not lie together and in order.
     """
     mine = [expert for expert, place in enumerate(places) if place >= 0]
     if not mine or [places[e] for e in range(mine[0], mine[-1] + 1)] != list(range(len(mine))):
@@ -91,7 +95,7 @@ def common_blobs(
     """The blobs of the tensors that are not cut, as far as a model with these parameters (a
     pipeline's stage has some layers, a text model no vision tower) needs them.
 
-    Raises UnsupportedError where the model has experts that the plugin did not find, or a vision
+    Raises UnsupportedError if the model has experts that the plugin did not find, or a vision
     tower that the output lacks.
     """
     present = {number for name in parameters if (number := _layer_of(name)) is not None}
@@ -116,22 +120,32 @@ def checked(
     blobs: Iterable[Blob],
     data: Callable[[Any], memoryview] | None,
 ) -> Iterator[tuple[str, Any]]:
-    """The tensors that an engine reads from common blobs, each compared with its digest, and
-    CheckpointError where one is missing in the end. `data` gives a tensor's bytes; None: digests
-    are not compared."""
+    """The tensors that an engine reads from common blobs, each compared with its digest while the
+    engine copies it, and CheckpointError by the end if one differs or is missing. `data` gives a
+    tensor's bytes; None: digests are not compared."""
     expected = {
         name: (blob.path, blob.info.digests[name]) for blob in blobs for name in blob.header.tensors
     }
-    for name, tensor in tensors:
-        path, wanted = expected.pop(name, (None, None))
-        if path is not None and data is not None and digest(data(tensor)) != wanted:
-            raise CheckpointError(
-                f"{path}, tensor {name}: its bytes were changed, the digest is another: copy the"
-                " file anew, or convert it again."
-            )
-        yield name, tensor
+    begun: deque[Future[None]] = deque()
+    with ThreadPoolExecutor(_HASHERS, "kconvert-digests") as pool:
+        for name, tensor in tensors:
+            if (known := expected.pop(name, None)) is not None and data is not None:
+                begun.append(pool.submit(_compare, known[0], name, data(tensor), known[1]))
+            yield name, tensor
+            if len(begun) > _MOST_BEGUN:
+                begun.popleft().result()
+        for work in begun:
+            work.result()
     for name, (path, _) in expected.items():
         raise CheckpointError(f"{path}, tensor {name}: the engine did not read it.")
+
+
+def _compare(path: Path, name: str, data: memoryview, wanted: str) -> None:
+    if digest(data) != wanted:
+        raise CheckpointError(
+            f"{path}, tensor {name}: its bytes were changed, the digest is another: copy the"
+            " file again, or convert it again."
+        )
 
 
 def fill(
@@ -143,8 +157,8 @@ def fill(
     """Begin to fill a layer's experts. `place(name, shape)` gives the memory of a parameter as the
     target of a transfer, in the blob's layout and shape.
 
-    Raises UnsupportedError where the engine keeps other shapes than are known, or the blobs cannot
-    be cut as it does, CheckpointError and OutputError where a blob is missing or foreign.
+    Raises UnsupportedError if the engine keeps other shapes than are known, or the blobs cannot
+    be cut as it does, CheckpointError and OutputError if a blob is missing or foreign.
     """
     dims, wanted = output.dims, layer.wanted
     if dims.quantization != Quantization(dims.quantization.group_size):

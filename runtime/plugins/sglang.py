@@ -63,7 +63,7 @@ def _choose(original: Callable[..., Any], load_config: Any, *rest: Any, **option
     return original(load_config, *rest, **options)
 
 
-class KconvertLoader(DefaultModelLoader):
+class KconvertLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads an output of `kconvert convert`."""
 
     def __init__(self, load_config: Any) -> None:
@@ -127,7 +127,7 @@ class KconvertLoader(DefaultModelLoader):
         tensors = super()._get_all_weights(model_config, model)
         return checked(tensors, self._common, data_of if self._check else None)
 
-    def _get_weights_iterator(self, *arguments: Any, **options: Any) -> Iterator[Any]:
+    def _get_weights_iterator(self, *arguments: Any, **options: Any) -> Any:
         self._loading()
         return super()._get_weights_iterator(*arguments, **options)
 
@@ -159,8 +159,8 @@ def _refuse_options() -> None:
             )
 
 
-def _expert_layer(output: Output, name: str, module: torch.nn.Module) -> ExpertLayer:
-    """How a FusedMoE module is cut; UnsupportedError where it cannot take these blobs."""
+def _expert_layer(output: Output, name: str, module: Any) -> ExpertLayer:
+    """How a FusedMoE module is cut; UnsupportedError if it cannot take these blobs."""
     scheme = type(getattr(module, "scheme", None)).__name__
     if output.layout == "marlin" and scheme != _SCHEME:
         raise UnsupportedError(
@@ -186,7 +186,7 @@ def _expert_layer(output: Output, name: str, module: torch.nn.Module) -> ExpertL
     )
 
 
-def _mark_converted(module: torch.nn.Module) -> None:
+def _mark_converted(module: Any) -> None:
     """Leave a layer as CompressedTensorsWNA16MoE leaves it: without act-order's indices, and with
     the kernel's workspace, four blocks a multiprocessor."""
     codes = module.w13_weight_packed.data

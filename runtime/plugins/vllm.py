@@ -51,7 +51,7 @@ def register() -> None:
     register_model_loader("kconvert")(KconvertLoader)
 
 
-class KconvertLoader(DefaultModelLoader):
+class KconvertLoader(DefaultModelLoader):  # type: ignore[misc]
     """Loads an output of `kconvert convert`; a draft model that is none, as vLLM would."""
 
     def __init__(self, load_config: LoadConfig) -> None:
@@ -128,8 +128,8 @@ def _refuse_options() -> None:
         )
 
 
-def _expert_layer(output: Output, name: str, module: torch.nn.Module) -> ExpertLayer:
-    """How a RoutedExperts module is cut; UnsupportedError where it cannot take these blobs."""
+def _expert_layer(output: Output, name: str, module: Any) -> ExpertLayer:
+    """How a RoutedExperts module is cut; UnsupportedError if it cannot take these blobs."""
     method, parallel = module.quant_method, module.moe_config.moe_parallel_config
     backend = getattr(method, "wna16_backend", None)
     backend = getattr(backend, "value", type(method).__name__)
@@ -157,7 +157,7 @@ def _expert_layer(output: Output, name: str, module: torch.nn.Module) -> ExpertL
     )
 
 
-def _experts(output: Output, name: str, module: torch.nn.Module) -> range:
+def _experts(output: Output, name: str, module: Any) -> range:
     """The experts of this rank, by the layer's own map; None: all of them."""
     if module._expert_map is None:
         return range(output.dims.experts)

@@ -152,7 +152,7 @@ def test_shard_rewritten_while_it_is_read(tmp_path: Path) -> None:
     raw = bytearray(shard.read_bytes())
     raw[-3] ^= 1
     shard.write_bytes(raw)
-    with pytest.raises(CheckpointError, match="was changed while it was being converted"):
+    with pytest.raises(CheckpointError, match="was changed while it was being read"):
         run(prepared)
     assert not list((tmp_path / "out").rglob("layer-00002.safetensors"))
     assert convert(source, tmp_path / "out", tp=2).complete

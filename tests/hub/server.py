@@ -70,6 +70,15 @@ class Hub:
     def bandwidth(self, rate: float | None) -> None:
         self.throttle.rate = rate
 
+    def shards_sent(self) -> dict[str, int]:
+        """Bytes of shards that were sent whole or in part, headers by range apart."""
+        sent: dict[str, int] = {}
+        for request in self.requests:
+            path, whole = request.path, request.kind == "cdn" and not request.range
+            if whole and path.endswith(".safetensors"):
+                sent[path] = sent.get(path, 0) + request.sent
+        return sent
+
     def add_repo(
         self,
         name: str,

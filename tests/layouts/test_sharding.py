@@ -25,7 +25,7 @@ def test_ranks_hold_everything_once(ep: int, moe_tp: int, experts: int, rows: in
     held = [rank_slice(dims, Parallelism(ep * moe_tp, ep), r) for r in range(ep * moe_tp)]
     cells = [(e, row) for one in held for e in one.experts for row in one.rows]
     assert len(cells) == len(set(cells)) == dims.experts * dims.intermediate
-    # DESIGN.md: ep_rank = r div moe_tp, moe_tp_rank = r mod moe_tp.
+    # FORMAT.md: ep_rank = r div moe_tp, moe_tp_rank = r mod moe_tp.
     for r, one in enumerate(held):
         assert one.experts.start == r // moe_tp * experts
         assert one.rows.start == r % moe_tp * rows

@@ -10,16 +10,23 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from kit import DATA, KIMI_MINI, forge
+from mutate.places import Place, place_in_blob, places_in_source
 
 from kconvert.convert import convert
+from kconvert.layouts.blob import PAGE, digest
+from kconvert.layouts.checkpoint import read_checkpoint
 from kconvert.layouts.errors import KconvertError
 from kconvert.layouts.header import read_header
+from kconvert.layouts.manifest import encode_manifest, read_manifest
+from kconvert.layouts.model import read_model
 from kconvert.validate import validate
+from kconvert.validate.findings import Finding
 
 MANIFEST = "kconvert.json"
 # A checkpoint of every format, and the layout it is converted to.
@@ -37,12 +44,14 @@ _EQUAL = "equal"  # no finding is expected
 
 class Change(NamedTuple):
     """What was done: the file that has to be named, whether the source is needed to see it, and
-    the checks of which one must fail; `refused`: the input itself may be refused instead."""
+    the checks of which one must fail; `refused`: the input itself may be refused instead. Where
+    values were changed, the findings name the `places`, each of them and no other."""
 
     file: str
     with_source: bool
     checks: tuple[str, ...]
     refused: bool = False
+    places: frozenset[Place] = frozenset()
 
 
 @dataclass
@@ -70,24 +79,26 @@ def made_world(folder: Path, checkpoint: Path = KIMI_MINI, layout: str = "marlin
     return World(source, folder / "out")
 
 
-def _flip(path: Path, first: int, end: int, draw: random.Random) -> None:
-    raw = bytearray(path.read_bytes())
-    raw[draw.randrange(first, end)] ^= 1 << draw.randrange(8)
+def _flip(path: Path, first: int, end: int, draw: random.Random) -> int:
+    """One bit; → where."""
+    raw, at = bytearray(path.read_bytes()), draw.randrange(first, end)
+    raw[at] ^= 1 << draw.randrange(8)
     path.write_bytes(raw)
+    return at
 
 
 def blob_data(world: World, draw: random.Random) -> Change:
     name = draw.choice(world.blobs())
     path = world.output / name
-    _flip(path, read_header(path).data_start, path.stat().st_size, draw)
-    return Change(name, False, ("digests",))
+    at = _flip(path, read_header(path).data_start, path.stat().st_size, draw)
+    return Change(name, False, ("digests",), places=frozenset([place_in_blob(path, at)]))
 
 
 def forged_data(world: World, draw: random.Random) -> Change:
     """With digests that agree, as a converter with a fault would make them."""
     change = blob_data(world, draw)
     forge(world.output, change.file)
-    return Change(change.file, True, _VALUES, refused=True)
+    return change._replace(with_source=True, checks=_VALUES, refused=True)
 
 
 def swapped_experts(world: World, draw: random.Random) -> Change:
@@ -100,7 +111,8 @@ def swapped_experts(world: World, draw: random.Random) -> Change:
     raw[a], raw[b] = raw[b], raw[a]
     path.write_bytes(raw)
     forge(world.output, name)
-    return Change(name, True, _VALUES)
+    places = frozenset(place_in_blob(path, one.start) for one in (a, b))
+    return Change(name, True, _VALUES, places=places)
 
 
 def blob_header(world: World, draw: random.Random) -> Change:
@@ -108,6 +120,22 @@ def blob_header(world: World, draw: random.Random) -> Change:
     path = world.output / name
     _flip(path, 0, read_header(path).data_start, draw)
     return Change(name, False, ("headers",))
+
+
+def blob_spaces(world: World, draw: random.Random) -> Change:
+    """A header that says the same with other spaces, under a manifest that knows of it."""
+    name = draw.choice(world.blobs())
+    path = world.output / name
+    raw, header = path.read_bytes(), read_header(path)
+    text = json.dumps(json.loads(header.raw[8:]), indent=draw.choice([None, 1, 3]))
+    text += " " * (-(8 + len(text.encode())) % PAGE + PAGE * draw.randrange(2))
+    new = len(text.encode()).to_bytes(8, "little") + text.encode()
+    path.write_bytes(new + raw[header.data_start :])
+    manifest = read_manifest(world.output)
+    entry = replace(manifest.files[name], bytes=path.stat().st_size, digest=digest(new))
+    signed = encode_manifest(replace(manifest, files={**manifest.files, name: entry}))
+    (world.output / MANIFEST).write_bytes(signed)
+    return Change(name, draw.random() < 0.5, (_EQUAL,))
 
 
 def small_file(world: World, draw: random.Random) -> Change:
@@ -163,9 +191,36 @@ def stray_weights(world: World, draw: random.Random) -> Change:
 
 def source_data(world: World, draw: random.Random) -> Change:
     name = draw.choice(world.shards())
-    path = world.source / name
-    _flip(path, read_header(path).data_start, path.stat().st_size, draw)
-    return Change("", True, _VALUES, refused=True)
+    path, model = world.source / name, read_model(read_checkpoint(world.source))
+    at = _flip(path, read_header(path).data_start, path.stat().st_size, draw)
+    return Change("", True, _VALUES, True, places_in_source(model, name, at, at + 1))
+
+
+def source_names(world: World, draw: random.Random) -> Change:
+    """Two tensors of a kind have each other's name in a shard's header."""
+    name = draw.choice(world.shards())
+    path, model = world.source / name, read_model(read_checkpoint(world.source))
+    raw, header = path.read_bytes(), read_header(path)
+    data = {t.name: raw[t.start : t.start + t.nbytes] for t in header.tensors.values()}
+    pairs = [
+        (a, b)
+        for a, b in combinations(header.tensors.values(), 2)
+        if (a.dtype, a.shape) == (b.dtype, b.shape) and data[a.name] != data[b.name]
+    ]
+    if not pairs:
+        return source_data(world, draw)
+    one, other = draw.choice(pairs)
+    swapped = (
+        header.raw[8:].replace(json.dumps(one.name).encode(), b'"\0"')
+        .replace(json.dumps(other.name).encode(), json.dumps(one.name).encode())
+        .replace(b'"\0"', json.dumps(other.name).encode())
+    )  # fmt: skip
+    path.write_bytes(header.raw[:8] + swapped + raw[header.data_start :])
+    places = frozenset().union(*(
+        places_in_source(model, name, tensor.start, tensor.start + tensor.nbytes)
+        for tensor in (one, other)
+    ))  # fmt: skip
+    return Change("", True, _VALUES, True, places)
 
 
 def source_small_file(world: World, draw: random.Random) -> Change:
@@ -192,7 +247,7 @@ def source_spaces(world: World, draw: random.Random) -> Change:
 MUTATIONS: tuple[Callable[[World, random.Random], Change], ...] = (
     blob_data, forged_data, swapped_experts, blob_header, small_file, manifest_value,
     manifest_spaces, lost_end, lost_file, other_rank, stray_weights, source_data, source_small_file,
-    source_spaces,
+    source_spaces, source_names, blob_spaces,
 )  # fmt: skip
 
 
@@ -231,7 +286,7 @@ def judge(world: World, change: Change) -> str | None:
     try:
         result = validate(world.output, world.source if change.with_source else None)
     except KconvertError as error:
-        named = change.file in str(error) if change.file else "model" in str(error)
+        named = change.file in str(error) and _named_in(str(error), change.places)
         return None if change.refused and named else f"refused: {error}"
     if change.checks == (_EQUAL,):
         return None if result.ok else f"not equal: {result.findings[0]}"
@@ -242,7 +297,20 @@ def judge(world: World, change: Change) -> str | None:
         return f"another file was named: {first}"
     if not any(finding.check in change.checks for finding in result.findings):
         return f"by another check, {first.check}: {first}"
-    return None
+    return _misplaced(result.findings, change.places) if change.places else None
+
+
+def _named_in(sentence: str, places: frozenset[Place]) -> bool:
+    return not places or any(place.name in sentence for place in places)
+
+
+def _misplaced(findings: list[Finding], places: frozenset[Place]) -> str | None:
+    """A finding that names another place, or a place that none names."""
+    for finding in findings:
+        if not any(place.named_by(finding) for place in places):
+            return f"another place was named: {finding}"
+    missed = [place for place in places if not any(map(place.named_by, findings))]
+    return f"not named: {missed[0]}" if missed else None
 
 
 def restore(world: World, kept: dict[Path, bytes]) -> None:

@@ -10,7 +10,12 @@ import torch
 from kit import KIMI_MINI
 
 from kconvert.convert import convert
-from kconvert.layouts.errors import CheckpointError, KconvertError, UnsupportedError
+from kconvert.layouts.errors import (
+    CheckpointError,
+    KconvertError,
+    UnfinishedOutputError,
+    UnsupportedError,
+)
 from kconvert.runtime.cache import LatentCache
 from kconvert.runtime.drafting.budget import Calibration, CostCurve, Pauses
 from kconvert.runtime.engine import Engine, Generation
@@ -291,7 +296,7 @@ def test_blobs_that_cannot_be_run(mini, tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match=r"for 2 rank\(s\), 1 were started: start 2"):
         Engine.open(tmp_path / "two")
     convert(KIMI_MINI, tmp_path / "part", layers=[1])
-    with pytest.raises(UnsupportedError, match="holds a part"):
+    with pytest.raises(UnfinishedOutputError, match="holds a part"):
         Engine.open(tmp_path / "part")
     with pytest.raises(KconvertError, match=r"has no kconvert\.json"):
         Engine.open(KIMI_MINI)

@@ -15,6 +15,8 @@ def main() -> None:
     sleep = time.sleep
     time.sleep = lambda seconds: sleep(seconds * scale)
     from kconvert.convert.cli import main as cli
+
+    cli.set_environment()
     from kconvert.convert.source import download as arrivals
     from kconvert.convert.source import repo as hub
 

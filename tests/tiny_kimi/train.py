@@ -40,7 +40,7 @@ from torch.nn import functional as F  # noqa: N812
 
 _CONVERSATIONS = 1500
 _DROPOUT = 0.1
-_QUANTISED_FROM, _DECAY_FROM = 0.75, 0.4  # shares of the training
+_QUANTIZED_FROM, _DECAY_FROM = 0.75, 0.4  # shares of the training
 _BALANCE = 1e-2  # the router bias moves so much a step, towards equal loads, as lr decays
 _UNLIKELY, _GRAM, _TEXTS, _RENEW = 0.5, 6, 8, 24  # weight; n-gram; texts a step; steps a writing
 _DRAFT_LENGTH, _ANCHORS, _FADE = 224, 24, 4.0  # continuations; blocks in each; slot weights
@@ -117,7 +117,7 @@ def train_model(
     schedule = Schedule(model, options.lr, options.steps, options.limit)
     at_end, written, report = False, iter(()), 0.0
     for step in schedule:
-        if not at_end and schedule.progress >= _QUANTISED_FROM:
+        if not at_end and schedule.progress >= _QUANTIZED_FROM:
             losses["held_out_loss_before_int4"] = held_out_loss(model, held_out)
             _quantize(experts, at_end := True)
             losses["held_out_loss_at_first_int4"] = held_out_loss(model, held_out)

@@ -4,13 +4,16 @@ import json
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 from engines import checkpoints
 from formats_kit import CHECKPOINTS, FORMATS
+from html_kit import checked
 from kit import EXPERT0, KIMI_MINI, LAYER1, SHARD, change_json, flip, load, write
 
 from kconvert.convert import convert
-from kconvert.validate.diff import Difference, diff
+from kconvert.validate.diff import Diff, Difference, diff
+from kconvert.validate.report.diff import render_diff
 
 
 @pytest.fixture(scope="module")
@@ -69,6 +72,33 @@ def test_as_a_command(outputs, changed, kconvert) -> None:
     table = json.loads(kconvert("diff", outputs["m4"], changed, "--json").out)
     assert table["equal"] is False and table["layers"]["layer-00001"]["experts"] == [0]
     assert table["layers"]["layer-00001"]["codes"] == {"changed": 3, "of": 196608}
+
+
+def test_the_page_of_it(outputs, changed, kconvert, tmp_path: Path) -> None:
+    target = tmp_path / "diff.html"
+    assert kconvert("diff", outputs["m4"], changed, "--report", target).code == 1
+    page = checked(target.read_text())
+    assert "Different: 1 expert in 1 layer and 1 other difference." in page
+    assert "converted: marlin, tp 4, ep 2" in page and "a checkpoint of 6 shards" in page
+    assert "2 of 256 values differ (0.781 %)" in page and f"{LAYER1}input_layernorm" in page
+    assert "Codes by expert" in page and "0.00153 %" in page
+    assert kconvert("diff", outputs["m1"], outputs["w8"], "--report", target).code == 0
+    assert "Equal: every code, scale, tensor and file." in checked(target.read_text())
+    assert kconvert("diff", outputs["m1"], outputs["w8"], "--report", tmp_path).code == 2
+
+
+def test_the_page_of_two_whole_models() -> None:
+    """Generated: 60 layers of 384 experts, every one changed."""
+    random = np.random.default_rng(5)
+    result = Diff("a", "b", compared={f"layer-{n:05}": 384 for n in range(1, 61)})
+    result.differences = [
+        Difference(group, what, expert, int(total * random.uniform(0, 0.5)), total)
+        for group in result.compared
+        for what, total in (("codes", 44_040_192), ("scales", 1_376_256))
+        for expert in range(384)
+    ]
+    page = checked(render_diff(result, label="Made up, to test this page"))
+    assert len(page.encode()) < 1_000_000 and "Different: 23,040 experts in 60 layers." in page
 
 
 def test_what_one_lacks_or_has_otherwise(outputs, mini: Path, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What a validation records beside its findings: checks, the ledger, statistics, its JSON."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,13 @@ from kit import KIMI_MINI, copy_mini, flip
 import kconvert.validate
 from kconvert.convert import convert
 from kconvert.layouts.checkpoint import read_checkpoint
-from kconvert.layouts.quantization import unpack_words
+from kconvert.layouts.manifest import encode_manifest, read_manifest
+from kconvert.layouts.quantization import Quantization, unpack_words
 from kconvert.layouts.scan import widened
 from kconvert.validate import validate
 from kconvert.validate.findings import CHECKS, OF_SOURCE
-from kconvert.validate.statistics import count_codes, sum_scales
+from kconvert.validate.statistics import LayerStatistics, ScaleSums, count_codes, sum_scales
+from kconvert.validate.structure import check_alignment, read_blobs
 
 SCHEMA = Path(kconvert.validate.__file__).with_name("schema") / "1.json"
 RANK0 = "rank-00000-of-00002/layer-00001.safetensors"
@@ -51,6 +54,7 @@ def test_every_check_says_what_it_did(output: Path) -> None:
     assert [check.id for check in both.checks] == [*CHECKS]
     done = {check.id for check in both.checks if check.outcome == "passed"}
     assert done == CHECKS.keys() - {"zero-points", "biases"}
+    assert both.check("product").amount == 2 * 2 * 2  # layers, ranks, w13 and w2
     assert {c.id for c in alone.checks if c.skipped} == {*OF_SOURCE}
     assert both.check("digests").bytes == alone.bytes_read
     assert both.check("codes").amount == 2 * 2 * 8 * 2  # layers, ranks, experts, w13 and w2
@@ -104,6 +108,7 @@ def test_statistics_are_those_of_the_source(output: Path) -> None:
         assert layer.scales[expert, 0] == every.size
         assert layer.means[expert] == pytest.approx(every.mean())
         assert layer.greatest[expert] == every.max()
+        assert layer.bits_a_weight == 4.5  # a bf16 scale for 32 codes
         assert layer.least[expert] == every[every > 0].min()
 
 
@@ -121,6 +126,7 @@ def test_odd_scales_are_counted() -> None:
     )  # ±0, tiny, 1, −2, ∞
     sums = sum_scales(bits, "BF16")
     assert (sums.count, sums.zeros, sums.denormals, sums.greatest) == (6, 2, 1, 2.0)
+    assert sums.not_finite == 1
     assert sums.total == pytest.approx(3.0) and 0 < sums.least < 1e-38
     exponents = sum_scales(np.array([0, 127, 129], np.uint8), "U8")
     assert (exponents.zeros, exponents.least, exponents.greatest) == (1, 1.0, 4.0)
@@ -163,3 +169,50 @@ def test_json_of_a_damaged_output(tmp_path: Path, kconvert) -> None:
     conforms(table, json.loads(SCHEMA.read_text()))
     assert outcome.code == 1 and not table["ok"]
     assert {c["skipped"] for c in table["checks"] if c["id"] == "finite"} == {"not reached"}
+    assert table["summary"].startswith("DIFFERENT: 1 error; ")
+
+
+def test_json_says_where_codes_differ(tmp_path: Path, kconvert) -> None:
+    convert(KIMI_MINI, tmp_path / "out", tp=2)
+    flip(tmp_path / "out" / RANK0, "w2_weight_packed", expert=3)
+    table = json.loads(kconvert("validate", tmp_path / "out", "--source", KIMI_MINI, "--json").out)
+    conforms(table, json.loads(SCHEMA.read_text()))
+    finding = next(finding for finding in table["findings"] if finding["check"] == "codes")
+    assert finding["id"] == f"codes:{RANK0}:{finding['tensor']}:3" and finding["differing"] == 1
+    (place,) = finding["places"]
+    assert place["expected"] ^ place["found"] == 1
+    for side in ("expected", "found"):
+        assert place[f"{side}_value"] == place[side] - 8
+        assert f"0x{place[side]:x} ({place[f'{side}_value']:.0f}) {side}" in finding["text"]
+
+
+def test_what_is_no_error_is_a_warning_and_the_rest_is_read(tmp_path: Path) -> None:
+    convert(KIMI_MINI, tmp_path / "out", tp=2)
+    (tmp_path / "out/common/layer-00777.safetensors").write_bytes(b"0")
+    manifest = replace(read_manifest(tmp_path / "out"), repo="someone/else", commit="c0ffee")
+    (tmp_path / "out/kconvert.json").write_bytes(encode_manifest(manifest))
+    result = validate(tmp_path / "out", KIMI_MINI)
+    assert {finding.check for finding in result.findings} == {"files", "provenance"}
+    assert {finding.severity for finding in result.findings} == {"warning"}
+    assert not result.ok and result.unread == [] and result.check("codes").outcome == "passed"
+    assert "made from a local folder, the manifest someone/else at c0ffee" in str(
+        result.findings[-1]
+    )
+
+
+def test_tensors_off_their_pages(output: Path) -> None:
+    blobs, _ = read_blobs(output, read_manifest(output))
+    assert [*check_alignment(blobs)] == []
+    blob = next(blob for blob in blobs if blob.path == RANK0)
+    name, tensor = next((n, t) for n, t in blob.header.tensors.items() if t.nbytes % 4096 == 0)
+    moved = blob.header._replace(tensors={name: tensor._replace(start=tensor.start + 8)})
+    (finding,) = check_alignment([blob._replace(header=moved)])
+    assert (finding.tensor, finding.severity) == (name, "warning")
+
+
+def test_an_expert_unlike_the_others() -> None:
+    layer = LayerStatistics(8, Quantization(32))
+    for expert in range(8):
+        mean = 3.0 if expert == 5 else 1.0 + expert / 100
+        layer.add_scales(expert, ScaleSums(10, 0, 0, 0, 10 * mean, mean, mean))
+    assert layer.outliers == [5]

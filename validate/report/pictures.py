@@ -66,7 +66,10 @@ def heat_map(values: NDArray[np.float64]) -> Markup:
     file = io.BytesIO()
     image.imsave(file, np.repeat(pixels, _CELL_HEIGHT, axis=0), format="png")
     data = base64.b64encode(file.getvalue()).decode()
-    return Markup(f'<img class="map" alt="map" src="data:image/png;base64,{data}">')
+    return Markup(
+        f'<img class="map" alt="map" src="data:image/png;base64,{data}">'
+        f'<div class="legend"><span>{low:.3g}</span><i></i><span>{high:.3g}</span></div>'
+    )
 
 
 def _axis(top: str, bottom: str) -> str:

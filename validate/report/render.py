@@ -1,73 +1,78 @@
 """A validation as HTML, and what the page says of it."""
 
-from pathlib import Path
-from typing import Any, NamedTuple
+import shlex
+from typing import NamedTuple
 
-import jinja2
-import numpy as np
-from markupsafe import Markup
-
-from kconvert.layouts.blob import BlobInfo
 from kconvert.layouts.errors import one_line
-from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import Manifest
-from kconvert.validate.findings import Validation
-from kconvert.validate.report.pictures import bars, heat_map, ranges
-from kconvert.validate.statistics import LayerStatistics
+from kconvert.validate.findings import Finding, Validation
+from kconvert.validate.report.gallery import facts, pictures
+from kconvert.validate.report.page import counted, fill
+from kconvert.validate.report.parity import Held, Parity, parity_table
 
-_SHOWN = 50  # findings of a check, and tensors of a rank in the page
+_SHOWN = 50  # findings of a check
+_OPEN = 5  # so many are seen without a click
+_REMOVED = 5  # damaged files that the page's commands name
 
 
 class Subject(NamedTuple):
     """What was validated, as the page names it."""
 
     output: str
-    source: str | None
     manifest: Manifest
     digest: str  # the manifest's own
-    shards: list[tuple[str, int, str]]  # the source's: name, bytes, xxh3 of its header
-    parity: list[tuple[str, Header, BlobInfo]]  # the first layer's blob of each rank
+    parity: Parity
     rank_bytes: dict[str, int]  # a rank's folder, or common → bytes
-    version: str
-    made: str  # when
+    layer_bytes: dict[str, int]  # a layer's name, outer or vision → bytes of all ranks
+    made: str  # by what, and when
     label: str = ""  # of pages that are no validation of anything, said on top
-
-
-class Picture(NamedTuple):
-    """A picture with what it shows."""
-
-    title: str
-    image: Markup
-    caption: str
 
 
 def render(result: Validation, subject: Subject) -> str:
     """The page: one HTML document that needs no network and no script."""
-    environment = jinja2.Environment(
-        autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined
-    )
-    environment.filters["size"] = _size
-    template = environment.from_string(Path(__file__).with_name("page.html").read_text())
-    return template.render(
-        result=result,
-        subject=subject,
+    return fill(
+        "validation.html",
+        name=subject.output,
+        command="validate",
+        label=subject.label,
+        ok=result.ok,
         verdict=_verdict(result),
         limits=limits(result),
-        checks=[(check, check.table(), _of(result, check.id)) for check in result.checks],
-        shown=_SHOWN,
-        total=sum(entry.bytes for entry in result.ledger),
-        pictures=_pictures(result.statistics, subject.rank_bytes),
+        made=subject.made,
         commands=_commands(result, subject),
+        reach=_reach(result),
+        result=result,
+        subject=subject,
+        checks=[(check, check.table(), _of(result, check.id)) for check in result.checks],
+        first_layer=_first_layer(subject.parity),
+        parity=parity_table(subject.parity),
+        facts=facts(result.statistics),
+        shown=_SHOWN,
+        opened=_OPEN,
+        total=sum(entry.bytes for entry in result.ledger),
+        pictures=pictures(result, subject.rank_bytes, subject.layer_bytes),
     )
 
 
-def _of(result: Validation, check: str) -> list[str]:
-    return [str(finding) for finding in result.findings if finding.check == check]
+def _first_layer(parity: Parity) -> dict[str, dict[str, Held]]:
+    """Of the ranks, each their first; what is shown, where the JSON has all."""
+    of_ranks = sorted(path for path in parity if path.startswith("rank-"))
+    first = of_ranks[0].rpartition("/")[2] if of_ranks else ""
+    return {path: parity[path] for path in of_ranks if path.endswith(f"/{first}")}
+
+
+def _of(result: Validation, check: str) -> list[Finding]:
+    return [finding for finding in result.findings if finding.check == check]
 
 
 def _verdict(result: Validation) -> str:
-    if not result.ok:
-        return f"Different: {len(result.findings):,} finding(s)."
+    warnings = sum(finding.severity == "warning" for finding in result.findings)
+    errors = len(result.findings) - warnings
+    if errors:
+        more = f" and {counted(warnings, 'warning')}" if warnings else ""
+        return f"Different: {counted(errors, 'error')}{more}."
+    if warnings:
+        return f"No error, and {counted(warnings, 'warning')}."
     if not result.against_source:
         return "Every digest agrees."
     return "Every code, scale and tensor is the source's, bit for bit."
@@ -97,83 +102,48 @@ def limits(result: Validation) -> list[str]:
     return found
 
 
-def _commands(result: Validation, subject: Subject) -> list[str]:
-    again = f"kconvert validate {subject.output}"
-    again += f" --source {subject.source}" if subject.source else ""
-    if result.sample is not None:
-        again += f" --sample {result.sample} --seed {result.seed}"
-    found = [again]
-    if not result.ok:
-        manifest = subject.manifest
-        source = subject.source or manifest.repo or "SOURCE"
-        ep = f" --ep {manifest.ep}" if manifest.ep > 1 else ""
-        damaged = sorted({finding.file for finding in result.findings})[:5]
-        found.append("rm " + " ".join(f"{subject.output}/{file}" for file in damaged))
+def _reach(result: Validation) -> list[str]:
+    """What no validation of this kind says: sentences."""
+    found = ["Digests are xxh3_128: they show every accident, and no forgery."]
+    if result.against_source:
         found.append(
-            f"kconvert convert {source} {subject.output} --layout {manifest.layout}"
-            f" --tp {manifest.tp}{ep}"
+            "The source's shards have the hashes that they came with."
+            if result.verified
+            else "The source is taken as it lies there; --verify compares it with the hashes at"
+            " hand."
         )
-    return [one_line(command) for command in found]
-
-
-def _pictures(statistics: dict[int, LayerStatistics], rank_bytes: dict[str, int]) -> list[Picture]:
-    names = [name.removeprefix("rank-").partition("-of-")[0].lstrip("0") or "0"
-             for name in rank_bytes]  # fmt: skip
-    unit, step = ("GB", 1e9) if max(rank_bytes.values(), default=0) > 1e8 else ("MB", 1e6)
-    found = [
-        Picture("Bytes by rank", bars(names, [n / step for n in rank_bytes.values()], unit),
-                "Each rank's blobs, and what all ranks share.")
-    ]  # fmt: skip
-    layers = {n: s for n, s in sorted(statistics.items()) if s.scales[:, 0].any()}
-    if not layers:
-        return found
-    codes = sum(s.codes.sum(axis=0) for s in layers.values())
-    shares: Any = 100 * codes / codes.sum()
-    caption = "How often each stored code occurs, in % of all codes."
-    if len(shares) == 16:
-        caption += f" Code 0, which means −8 in INT4: {shares[0]:.3f} %."
     found.append(
-        Picture("Codes", bars([str(i) for i in range(len(shares))], shares.tolist(), "%"), caption)
+        "The inverse by formulas, the product in the kernels' order and the decoding by"
+        " compressed-tensors are of one expert a layer; everything else is of every expert"
+        + (" that was drawn." if result.sample is not None else ".")
     )
-    if all(s.greatest.max() > 0 for s in layers.values()):
-        found.append(
-            Picture(
-                "Scales by layer",
-                ranges(
-                    [str(n) for n in layers],
-                    [s.least.min() for s in layers.values()],
-                    [s.totals.sum() / s.scales[:, 0].sum() for s in layers.values()],
-                    [s.greatest.max() for s in layers.values()],
-                ),
-                "Least, mean and greatest magnitude of a layer's scales; zeros left out.",
-            )
-        )
-    for title, values, caption in (
-        ("Mean scale", [s.means for s in layers.values()],
-         "Mean magnitude of an expert's scales."),
-        ("Code 0", [_share(s) for s in layers.values()],
-         "Share of an expert's codes that are 0."),
-        ("Zero groups", [s.scales[:, 1] / np.maximum(1, s.scales[:, 0]) for s in layers.values()],
-         "Share of an expert's groups whose scale is zero."),
-    ):  # fmt: skip
-        matrix = np.array(values, np.float64)
-        low, high = np.nanmin(matrix), np.nanmax(matrix)
-        where = f"Rows are layers {min(layers)} to {max(layers)}, columns experts."
-        found.append(
-            Picture(f"{title}, by layer and expert", heat_map(matrix),
-                    f"{caption} {where} Dark {low:.3g}, bright {high:.3g}.")
-        )  # fmt: skip
+    found.append("No model was run: kconvert smoke-generate and bench exact do that.")
     return found
 
 
-def _share(statistics: LayerStatistics) -> Any:
-    counts = statistics.codes.sum(axis=1)
-    shares = np.full(len(counts), np.nan)
-    return np.divide(statistics.codes[:, 0], counts, out=shares, where=counts > 0)
-
-
-def _size(nbytes: int) -> str:
-    for unit, step in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if nbytes >= step:
-            return f"{nbytes / step:.2f} {unit}"
-    return f"{nbytes} B"
+def _commands(result: Validation, subject: Subject) -> list[str]:
+    again = ["kconvert", "validate", subject.output]
+    source = result.source
+    again += ["--source", source.name] if source else []
+    again += ["--revision", source.commit] if source and source.commit else []
+    if result.sample is not None:
+        again += ["--sample", str(result.sample), "--seed", str(result.seed)]
+    again += ["--verify"] if result.verified and not (source and source.commit) else []
+    found = [again]
+    if not result.ok:
+        manifest = subject.manifest
+        made_from = source.name if source else manifest.repo or "SOURCE"
+        damaged = sorted({finding.file for finding in result.findings})
+        found += [["rm", "-f", f"{subject.output}/{file}"] for file in damaged[:_REMOVED]]
+        made = ["--layout", manifest.layout, "--tp", str(manifest.tp), "--ep", str(manifest.ep)]
+        made += ["--text-only"] if manifest.text_only else []
+        made += (
+            ["--revision", manifest.commit]
+            if made_from == manifest.repo and manifest.commit
+            else []
+        )
+        found.append(["kconvert", "convert", made_from, subject.output, *made])
+    lines = [one_line(shlex.join(command)) for command in found]
+    if not result.ok and len(damaged) > _REMOVED:
+        lines.insert(-1, f"# and {len(damaged) - _REMOVED:,} more files, which --json names")
+    return lines

@@ -1,65 +1,39 @@
 """A validation's report into a file: whole, or not at all."""
 
-import contextlib
-import os
-import time
-from collections.abc import Iterator
-from importlib.metadata import version
 from pathlib import Path
 
-from kconvert.layouts.blob import BlobInfo, digest, read_blob
-from kconvert.layouts.checkpoint import read_checkpoint
-from kconvert.layouts.errors import KconvertError
-from kconvert.layouts.header import Header
+from kconvert.layouts.blob import digest
 from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, read_manifest
 from kconvert.validate.findings import Validation
+from kconvert.validate.report.page import made, write_whole
+from kconvert.validate.report.parity import parity_of
 from kconvert.validate.report.render import Subject, render
 
 
-def write_report(result: Validation, output: Path, source: Path | None, target: Path) -> None:
+def write_report(result: Validation, output: Path, target: Path) -> None:
     """Write the page to `target`. Raises OSError as the system gives it."""
-    page = render(result, subject_of(output, source))
-    unfinished = target.with_name(f".{target.name}.{os.getpid()}")
-    try:
-        unfinished.write_text(page, encoding="utf-8")
-        unfinished.replace(target)
-    finally:
-        unfinished.unlink(missing_ok=True)
+    write_whole(render(result, subject_of(output)), target)
 
 
-def subject_of(output: Path, source: Path | None) -> Subject:
+def subject_of(output: Path) -> Subject:
     """What the page says of an output beside what was found."""
     manifest = read_manifest(output)
-    shards = read_checkpoint(source).shards.values() if source else ()
     return Subject(
         output=output.name,
-        source=str(source) if source else None,
         manifest=manifest,
         digest=digest((output / MANIFEST_NAME).read_bytes()),
-        shards=[(shard.name, shard.size, digest(shard.header)) for shard in shards],
-        parity=list(_readable(output, _first_layer(manifest))),
-        rank_bytes=_by_folder(manifest),
-        version=version("kconvert"),
-        made=time.strftime("%Y-%m-%d %H:%M %z"),
+        parity=parity_of(output, (name for name, e in manifest.files.items() if e.fingerprint)),
+        rank_bytes=_sums(manifest, 0),
+        layer_bytes=_sums(manifest, 1),
+        made=made(),
     )
 
 
-def _readable(output: Path, names: list[str]) -> Iterator[tuple[str, Header, BlobInfo]]:
-    for name in names:
-        with contextlib.suppress(KconvertError, OSError):  # it is among the findings
-            yield name, *read_blob(output / name)
-
-
-def _first_layer(manifest: Manifest) -> list[str]:
-    of_ranks = sorted(name for name in manifest.files if name.startswith("rank-"))
-    first = of_ranks[0].rpartition("/")[2] if of_ranks else ""
-    return [name for name in of_ranks if name.endswith(f"/{first}")]
-
-
-def _by_folder(manifest: Manifest) -> dict[str, int]:
+def _sums(manifest: Manifest, part: int) -> dict[str, int]:
+    """Bytes of the blobs by a part of their names: 0 the folder, 1 what they hold."""
     found: dict[str, int] = {}
     for name, entry in sorted(manifest.files.items()):
         if "/" in name:
-            folder = name.split("/")[0]
-            found[folder] = found.get(folder, 0) + entry.bytes
-    return found
+            key = name.removesuffix(".safetensors").split("/")[part]
+            found[key] = found.get(key, 0) + entry.bytes
+    return dict(sorted(found.items()))

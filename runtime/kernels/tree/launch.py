@@ -38,9 +38,10 @@ class StepRows:
 
 def empty_rows(rows: int, parts: int, device: torch.device) -> StepRows:
     """Room for a step that `grow` writes."""
-    six = torch.empty(6, rows, dtype=torch.int32, device=device)
+    fields = torch.empty(6, rows, dtype=torch.int32, device=device)
+    tokens, positions, slots, prefix, counts, parents = fields
     windows = torch.zeros(rows, WINDOW, dtype=torch.int32, device=device)
-    return StepRows(*six, windows, parts)
+    return StepRows(tokens, positions, slots, prefix, counts, parents, windows, parts)
 
 
 def top_k(logits: Tensor, first: int) -> tuple[Tensor, Tensor]:

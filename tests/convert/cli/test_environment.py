@@ -121,7 +121,7 @@ def test_memory_that_runs_out_is_a_sentence(kconvert, monkeypatch) -> None:
 
         monkeypatch.setattr("kconvert.convert.inspect.inspect", fail)
         outcome = kconvert("inspect", "here")
-        assert outcome.code == 3 and "no more memory can be had" in outcome.err
+        assert outcome.code == 3 and "the memory is used up" in outcome.err
 
 
 def test_an_ignored_sigint_stays_ignored(tmp_path: Path) -> None:

@@ -34,9 +34,3 @@ def test_lists_that_are_none(text: str, tmp_path: Path, kconvert) -> None:
     outcome = kconvert("convert", KIMI_MINI, tmp_path / "out", f"--layers={text}")
     assert outcome.code == 2
     assert "is not a list like 0-3,60" in outcome.err
-
-
-def test_the_old_name_of_share_says_the_new_one(tmp_path: Path, kconvert) -> None:
-    outcome = kconvert("convert", KIMI_MINI, tmp_path / "out", "--shard", "0/2")
-    assert outcome.code == 2 and "it is called --share now: --share 0/2" in outcome.err
-    assert "--shard" not in kconvert("convert", "--help").out

@@ -7,13 +7,10 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import NamedTuple
 
 import pytest
 from hub.faults import Fault, always, at, first_of
-from hub.server import Hub, environment
+from hub.server import environment
 from kit import KIMI_MINI, change_json, copy_mini, tree
 
 from kconvert.convert import convert
@@ -22,48 +19,12 @@ from kconvert.convert.synth.write import synth
 REPO = "moonshotai/Kimi-mini"
 
 
-class Ended(NamedTuple):
-    code: int
-    out: str
-    err: str
-
-
-@pytest.fixture
-def hub() -> Iterator[Hub]:
-    with Hub() as hub:
-        hub.add_repo(REPO, KIMI_MINI)
-        yield hub
-
-
-@pytest.fixture
-def command(hub, tmp_path: Path) -> Callable[..., Ended]:
-    """Runs kconvert in a process of its own, with a cache of its own."""
-
-    def run(*arguments: object, **more: str) -> Ended:
-        code = [sys.executable, "-m", "kconvert.convert.cli", *map(str, arguments)]
-        env = environment(hub.url, tmp_path / "home") | more
-        made = subprocess.run(code, env=env, capture_output=True, text=True, timeout=120)
-        assert "Traceback" not in made.stderr
-        return Ended(made.returncode, made.stdout, made.stderr)
-
-    return run
-
-
 @pytest.fixture(scope="module")
 def blobs_of_folder(tmp_path_factory) -> dict[str, bytes]:
     """What the same checkpoint becomes from a folder; only headers and manifest differ."""
     out = tmp_path_factory.mktemp("folder") / "out"
     convert(KIMI_MINI, out, tp=2)
     return tree(out)
-
-
-def shards_sent(hub: Hub) -> dict[str, int]:
-    """Bytes of shards that were sent whole or in part, headers by range apart."""
-    sent: dict[str, int] = {}
-    for request in hub.requests:
-        if request.kind == "cdn" and request.path.endswith(".safetensors") and not request.range:
-            sent[request.path] = sent.get(request.path, 0) + request.sent
-    return sent
 
 
 def data_of(blobs: dict[str, bytes]) -> dict[str, bytes]:
@@ -87,7 +48,7 @@ def test_from_the_hub(hub, command, tmp_path, blobs_of_folder) -> None:
     manifest = json.loads(made["kconvert.json"])
     assert (manifest["repo"], manifest["commit"]) == (REPO, commit)
     assert command("validate", out, "--source", KIMI_MINI).code == 0
-    sent, files = shards_sent(hub), {p.name: p.stat().st_size for p in KIMI_MINI.iterdir()}
+    sent, files = hub.shards_sent(), {p.name: p.stat().st_size for p in KIMI_MINI.iterdir()}
     assert sent == {name: files[name] for name in sent} and len(sent) == 6
     assert not (out / ".kconvert/incoming").exists()
     cached = [p.name for p in (tmp_path / "home").rglob("*") if p.name.endswith(".safetensors")]
@@ -100,7 +61,7 @@ def test_dry_run_downloads_no_shard(hub, command, tmp_path) -> None:
     total = sum(p.stat().st_size for p in KIMI_MINI.glob("*.safetensors"))
     assert f"to download 6 shards, {total:,} B" in ended.out
     assert f"from {REPO} at {hub.repos[REPO].branches['main']}" in ended.out
-    assert shards_sent(hub) == {} and not (tmp_path / "out").exists()
+    assert hub.shards_sent() == {} and not (tmp_path / "out").exists()
 
 
 def test_never_more_than_two_shards(hub, command, tmp_path) -> None:
@@ -140,12 +101,12 @@ def test_a_full_disk_is_seen_before_anything_is_downloaded(hub, command, tmp_pat
     env = environment(hub.url, tmp_path / "home")
     ended = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
     assert ended.returncode == 3 and f"{needed:,} are needed (1 more)" in ended.stderr
-    assert shards_sent(hub) == {}
+    assert hub.shards_sent() == {}
 
 
 def test_layers_download_their_shards_only(hub, command, tmp_path) -> None:
     assert command("convert", REPO, tmp_path / "out", "--tp", 2, "--layers", "1").code == 0
-    assert list(shards_sent(hub)) == ["model-00002-of-000006.safetensors"]
+    assert list(hub.shards_sent()) == ["model-00002-of-000006.safetensors"]
 
 
 def test_shards_in_the_cache_are_used_and_stay(hub, command, tmp_path) -> None:
@@ -155,7 +116,7 @@ def test_shards_in_the_cache_are_used_and_stay(hub, command, tmp_path) -> None:
     assert len(kept) == 6
     hub.requests.clear()
     assert command("convert", REPO, tmp_path / "b", "--tp", 2).code == 0
-    assert shards_sent(hub) == {}
+    assert hub.shards_sent() == {}
     assert all(path.exists() for path in kept)
     assert tree(tmp_path / "a") == tree(tmp_path / "b")
 
@@ -217,7 +178,7 @@ def test_what_two_commits_share_is_downloaded_once(hub, command, tmp_path) -> No
     hub.requests.clear()
     ended = command("convert", REPO, tmp_path / "b", "--tp", 2, "--keep-shards")
     assert ended.code == 0, ended.err
-    assert shards_sent(hub) == {}
+    assert hub.shards_sent() == {}
 
 
 def test_damaged_shards_in_the_cache(hub, command, tmp_path) -> None:
@@ -372,7 +333,7 @@ def test_inspect_of_a_repository(hub, command) -> None:
     table = json.loads(command("inspect", f"{REPO}@main", "--json").out)
     assert (table["kind"], table["repo"]) == ("checkpoint on the Hub", REPO)
     assert (table["tensors"], table["routed_experts"]) == (204, 8)
-    assert shards_sent(hub) == {}
+    assert hub.shards_sent() == {}
     missing = command("inspect", "org/none")
     assert missing.code == 2 and "the Hub has no such repository" in missing.err
 

@@ -90,7 +90,7 @@ def results(ops: Any, put: Any, get: Any, given: Inputs) -> dict[str, NDArray[An
     x = given.activations(t, c.hidden)
     sums = given.rng.normal(size=(t, c.hidden)).astype(np.float32)
     embedding = ops.embedding(given.weight(c.vocabulary, c.hidden))
-    out["embed"] = get(ops.embed(embedding, step))
+    out["embed"] = get(ops.embed(embedding, step.tokens))
     parts = [ops.matrix(*(given.weight(n, c.hidden) for n in sizes)) for sizes in ((96, 40), (72,))]
     out["linear"] = get(ops.linear(put(x, "activations"), parts[0]))
     out["sums"] = get(ops.sums(put(x, "activations"), parts[1]))

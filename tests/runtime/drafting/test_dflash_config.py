@@ -56,7 +56,7 @@ def dflash(**changes: Any) -> dict[str, Any]:
         ({"intermediate_size": True}, "intermediate_size is True", CheckpointError),
         ({"rms_norm_eps": "1e-5"}, "rms_norm_eps is '1e-5'", CheckpointError),
         ({"rope_theta": None}, "rope_theta is None", CheckpointError),
-        ({"rope_theta": 1}, "rope_theta is 1, expected a number above 1", CheckpointError),
+        ({"rope_theta": 1}, "rope_theta is 1, expected a number of 1.01", CheckpointError),
         ({"block_size": 1}, "block_size 1 leaves no token", CheckpointError),
         ({"block_size": None}, "block_size is None", CheckpointError),
         ({"num_target_layers": -1}, "num_target_layers is -1", CheckpointError),
