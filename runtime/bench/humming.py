@@ -33,14 +33,9 @@ GEMM = (
 FORMS = ("indexed", "grouped_contiguous")
 
 
-<<<<<<< HEAD
-def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable]:
+def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable[..., Any]]:
     """What prepares a layer for one of Humming's FORMS. Raises as its import does, TypeError if a
     call changed."""
-=======
-def loader() -> Callable[[MoeWeights, MoeShape], Callable[..., Any]]:
-    """What prepares a layer for Humming. Raises as its import does, TypeError if a call changed."""
->>>>>>> origin/main
     prepare = import_module("humming.transform").prepare_and_transform_humming_tensors
     forward = import_module("humming.forward").humming_forward
     tune = import_module("humming.tune").get_heuristics_config

@@ -314,7 +314,7 @@ def bench_moe(
     if not torch.cuda.is_available():
         raise UnavailableError("bench moe needs an NVIDIA GPU, and torch finds none here.")
     peers = bench_peers.find(report)
-    result = {
+    result: dict[str, Any] = {
         "bench": "moe",
         "card": torch.cuda.get_device_name(),
         "driver": _driver(),

@@ -84,9 +84,9 @@ def resources(kernel: str, arch: str, defines: Mapping[str, int]) -> Resources:
 
 
 def _wrong_copies(cubin: bytes) -> int:
-    # NVRTC 13.0 encodes a cp.async with a cache hint (LDGSTS, 16 bytes) to an address that is a lane's
-    # register plus a uniform one with uniform registers 0 and 1, whichever hold the values: an H200
-    # called that instruction illegal. Opcode and flags as disassembled there.
+    # NVRTC 13.0 encodes a cp.async with a cache hint (LDGSTS, 16 bytes) to an address that is a
+    # lane's register plus a uniform one with uniform registers 0 and 1, whichever hold the values:
+    # an H200 called that instruction illegal. Opcode and flags are as disassembled there.
     words = [int.from_bytes(cubin[i : i + 16], "little") for i in range(0, len(cubin) - 15, 16)]
     return sum(word & 0xFFF == 0xDAE and word >> 72 & 0xFFFFFF == 0x0B901C for word in words)
 

@@ -125,8 +125,8 @@ class Schedule:
 
 
 def _shared_many(rows: int, stages: int, shape: MoeShape) -> tuple[int, int]:
-    # Of a block of moe_w13_many and of moe_w2_many: barriers, the ring, what sums leave through, the
-    # units' tables.
+    # Of a block of moe_w13_many and of moe_w2_many: barriers, the ring, what sums leave through,
+    # the units' tables.
     ring = 512 + stages * (64 * rows + 4 * BLOCK_BYTES)
     w13 = rows * (1024 if shape.split > 1 else 256) + (stages // (shape.hidden // 32) + 2) * 16
     w2 = rows * 512 + (stages // (shape.intermediate // 32) + 2) * (16 + 8 * rows)
@@ -134,8 +134,8 @@ def _shared_many(rows: int, stages: int, shape: MoeShape) -> tuple[int, int]:
 
 
 def many(shape: MoeShape, tokens: int, gpu: Gpu, rows: int) -> Schedule:
-    """The forms for dozens of rows an expert, of up to ``rows`` rows an item: as many stages as fit,
-    in one block a multiprocessor."""
+    """The forms for dozens of rows an expert, of up to ``rows`` rows an item: as many stages as
+    fit, in one block a multiprocessor."""
     items = most_items(shape, tokens * shape.top_k, rows)
     stages_w13, stages_w2 = (
         max(s for s in range(7, 17) if _shared_many(rows, s, shape)[i] + 1024 <= gpu.shared_per_sm)

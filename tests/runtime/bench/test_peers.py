@@ -288,7 +288,7 @@ def test_humming_gets_what_it_documents(install, shape, tokens):
 
 @pytest.fixture
 def one_process(monkeypatch):
-    """The benchmark on the CPU, in small: a step is called once, peers are timed in this process."""
+    """The benchmark on the CPU, in small: a step is called once, peers are timed right here."""
     for name in ("align", "experts", "w13", "w2", "router_into"):
         monkeypatch.setattr(launch, name, lambda *_: None)
     monkeypatch.setattr(launch, "moe_schedule", lambda *_: None)
