@@ -31,7 +31,7 @@ class ScaleSums:
 
 
 class LayerStatistics:
-    """Of one layer's routed experts; all ranks' parts together."""
+    """What one layer's routed experts hold; all ranks' parts together."""
 
     def __init__(self, experts: int, quantization: Quantization) -> None:
         self.values = code_values(quantization)
@@ -137,7 +137,7 @@ _LOW = np.uint64(0x1111111111111111)
 
 @jit
 def _count_nibbles(words, counts):  # type: ignore[no-untyped-def]
-    """Of four words at a time, 64 nibbles: bit i of each goes into plane i, and a code is wherever
+    """Four words, 64 nibbles, at a time: bit i of each goes into plane i, and a code is wherever
     the planes are its bits. Few instructions for many nibbles, and LLVM makes vectors of them."""
     one, two, three, every = np.uint64(1), np.uint64(2), np.uint64(3), ~np.uint64(0)
     n0 = n1 = n2 = n3 = n4 = n5 = n6 = n7 = np.uint64(0)

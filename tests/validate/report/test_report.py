@@ -69,7 +69,7 @@ def test_what_was_not_compared_is_said(output: Path, kconvert, tmp_path: Path) -
     kconvert("validate", output, "--sample", 2, "--seed", 5, "--report", target)
     page = checked(target.read_text())
     assert "No source was given" in page and "Every digest agrees." in page
-    assert "Of 16 experts 4 were read, drawn with seed 5" in page
+    assert "4 of 16 experts were read, drawn with seed 5" in page
     assert "--sample 2 --seed 5" in page
 
 
