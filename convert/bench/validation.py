@@ -20,8 +20,9 @@ def bench_validate(
     folder: Path, check: Callable[[Path, Path], bool], experts: int = 384, pairs: int = 3
 ) -> dict[str, Any]:
     """Validating a K2.6 MoE layer of true size (tp 8, marlin) against its source with `check`, and
-    reading both sides' files once, in turn; the page cache is dropped before each. Raises
-    RuntimeError where `check` finds a difference.
+    reading both sides' files once, in turn; the page cache is dropped before each. A first turn is
+    not counted: it compiles kernels and loads torch. Raises RuntimeError where `check` finds a
+    difference.
 
     Works in a new folder under `folder`, which needs 50 MB an expert for the while. Where that is
     tmpfs there is no cache to drop, and both read memory. Peak private memory is of this process.
@@ -50,7 +51,7 @@ def bench_validate(
             if not all(found):
                 raise RuntimeError("a fresh conversion differs from its source")
             spent = (cpu_seconds() - before) / (size / 1e9)
-            if turn > 0:  # the first one compiles or loads the kernels, and torch
+            if turn > 0:
                 turns.append((validating, reading, spent, read_spent, memory.peak))
     medians = [statistics.median(column) for column in zip(*turns, strict=True)]
     return {

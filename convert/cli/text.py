@@ -215,7 +215,11 @@ def _summary(table: dict[str, Any]) -> str:
         )  # fmt: skip
         part = "" if table["complete"] else "; the output is not complete yet"
         return f"ok: {checked}; {proof}{part}"
-    return f"DIFFERENT: {len(table['findings'])} finding(s); {checked}"
+    warnings = sum(finding["severity"] == "warning" for finding in table["findings"])
+    errors = len(table["findings"]) - warnings
+    counts = [(errors, "error"), (warnings, "warning")]
+    found = ", ".join(f"{n:,} {what}{'' if n == 1 else 's'}" for n, what in counts if n)
+    return f"{'DIFFERENT' if errors else 'WARNING'}: {found}; {checked}"
 
 
 def validation_text(table: dict[str, Any]) -> str:
@@ -224,7 +228,10 @@ def validation_text(table: dict[str, Any]) -> str:
         return str(table["summary"])
     found = table["findings"]
     lines = [table["summary"]]
-    lines += [f"  {finding['sentence']}" for finding in found[:20]]
+    lines += [
+        f"  {'warning: ' if finding['severity'] == 'warning' else ''}{finding['sentence']}"
+        for finding in found[:20]
+    ]
     if len(found) > 20:
         lines.append(f"  and {len(found) - 20} more (--json has all)")
     lines.append("to mend a blob, delete it and run the same `kconvert convert` again")

@@ -169,7 +169,7 @@ def test_json_of_a_damaged_output(tmp_path: Path, kconvert) -> None:
     conforms(table, json.loads(SCHEMA.read_text()))
     assert outcome.code == 1 and not table["ok"]
     assert {c["skipped"] for c in table["checks"] if c["id"] == "finite"} == {"not reached"}
-    assert table["summary"].startswith("DIFFERENT: 1 finding(s); ")
+    assert table["summary"].startswith("DIFFERENT: 1 error; ")
 
 
 def test_json_says_where_codes_differ(tmp_path: Path, kconvert) -> None:

@@ -70,7 +70,7 @@ def _verdict(result: Validation) -> str:
     errors = len(result.findings) - warnings
     if errors:
         more = f" and {counted(warnings, 'warning')}" if warnings else ""
-        return f"Different: {counted(errors, 'finding')}{more}."
+        return f"Different: {counted(errors, 'error')}{more}."
     if warnings:
         return f"No error, and {counted(warnings, 'warning')}."
     if not result.against_source:

@@ -46,7 +46,7 @@ def test_a_damaged_output(output: Path, kconvert, tmp_path: Path) -> None:
     target = tmp_path / "report.html"
     assert kconvert("validate", output, "--source", KIMI_MINI, "--report", target).code == 1
     page = checked(target.read_text())
-    assert "Different: 2 findings." in page
+    assert "Different: 2 errors." in page
     assert f"{RANK1}, tensor {TENSOR}, expert 0" in page and "first at row" in page
     assert f"rm -f out/{RANK1}" in page and "--layout marlin --tp 2" in page
 
