@@ -49,7 +49,7 @@ def validate(
 
     Differences are findings of the result; OutputError if `output` is no output at all,
     CheckpointError if `source` is damaged or lacks what the output holds, UnavailableError if
-    it cannot be got.
+    it cannot be fetched.
     """
     from kconvert.validate.asked import Asked
     from kconvert.validate.run import run  # numba is not for `--help`
