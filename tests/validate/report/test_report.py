@@ -117,7 +117,16 @@ def generated() -> Validation:
                 2 if (layer, expert) == (30, 7) else 1
             )
             zeros, denormals = random.poisson(0.3, 2).tolist()
-            sums = ScaleSums(1_376_256, zeros, denormals, 0, 1_376_256 * mean, 1e-4, 3 * mean)
+            sums = ScaleSums(
+                1_376_256,
+                zeros,
+                denormals,
+                0,
+                1_376_256 * mean,
+                1_376_256 * 1.1 * mean**2,
+                1e-4,
+                3 * mean,
+            )
             statistics.add_scales(expert, sums)
         result.statistics[layer] = statistics
         result.pace.append(Pace(f"layer-{layer:05}", 19_900_000_000, random.uniform(5, 8)))
