@@ -31,7 +31,7 @@ class Content(NamedTuple):
 def plan_export(model: Model) -> Plan:
     """Every shard, and in it every tensor that the model was converted from.
 
-    Raises UnsupportedError if a format's bytes cannot be had from what is kept of them.
+    Raises UnsupportedError if a format's bytes cannot be made from what is kept of them.
     """
     format = model.family.format
     if not format.restores:

@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 
 from kconvert.layouts.blob import COMMON_FOLDER, digest, rank_folder, read_blob
 from kconvert.layouts.errors import (
+    ChangedFileError,
     CheckpointError,
     KconvertError,
     UnfinishedOutputError,
@@ -226,8 +227,8 @@ def _refuse_other(path: Path, quantization: Quantization) -> None:
         )
 
 
-def _changed(what: str) -> CheckpointError:
-    return CheckpointError(
+def _changed(what: str) -> ChangedFileError:
+    return ChangedFileError(
         f"{what}: delete the file and run the same `kconvert convert` command again (`kconvert"
         " validate` lists all that is changed)."
     )

@@ -92,6 +92,13 @@ def test_links_lead_somewhere() -> None:
             assert "://" in link or (page.parent / link).exists(), f"{page}: {link}"
 
 
+def test_contributing_names_files_that_are_there() -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text()
+    for path in re.findall(r"`([\w/]+/[\w.]*)`", text):
+        found = [ROOT / path, ROOT / f"{path}.py"]
+        assert any(there.exists() for there in found), path
+
+
 def survival() -> str:
     """What `python -m survive` and `python -m fuzz` found, in a line each."""
 

@@ -38,18 +38,18 @@ def validate(
     progress: Callable[[int], None] = lambda _: None,
     downloaded: Callable[[int], None] = lambda _: None,
 ) -> "Validation":
-    """Check the converted folder `output`, against the checkpoint `source` where one is given: a
+    """Check the converted folder `output`, against the checkpoint `source` if one is given: a
     folder, or a repository of the Hub.
 
     `sample`: so many experts a layer (all when None), drawn with `seed` (at random when None);
-    `verify`: also compare the source's files with the hashes at hand. Of a repository `revision` is
-    read (None: the commit that the output names), its shards downloaded two at a time under
+    `verify`: also compare the source's files with the hashes at hand. A repository is read at
+    `revision` (None: the commit that the output names), its shards downloaded two at a time under
     `work_dir` (None: in `cache_dir`, huggingface_hub's when None) and compared with the Hub's
     hashes. `progress` is told the bytes read, `downloaded` those that came.
 
-    Differences are findings of the result; OutputError where `output` is no output at all,
-    CheckpointError where `source` is damaged or lacks what the output holds, UnavailableError where
-    it cannot be got.
+    Differences are findings of the result; OutputError if `output` is no output at all,
+    CheckpointError if `source` is damaged or lacks what the output holds, UnavailableError if
+    it cannot be fetched.
     """
     from kconvert.validate.asked import Asked
     from kconvert.validate.run import run  # numba is not for `--help`
@@ -72,7 +72,7 @@ def compare(
     """Which layers, experts and tensors of two models differ, each a checkpoint's folder or a
     converted one: `kconvert diff`.
 
-    `progress` is told the bytes read. Raises what reading either raises, also where a blob's bytes
+    `progress` is told the bytes read. Raises what reading either raises, also if a blob's bytes
     were changed.
     """
     from kconvert.validate.diff import diff  # numba is not for `--help`

@@ -202,7 +202,7 @@ class ExpertCheck:
         return self._layout.quantization.part(role, source, part.rows, part.columns)
 
     def _cast(self, scales: NDArray[Any], blob: Blob) -> NDArray[Any]:
-        """The scales as `convert --scale-dtype bfloat16` makes them, where the blob says so."""
+        """The scales as `convert --scale-dtype bfloat16` makes them, if the blob says so."""
         assert blob.info.sharding is not None
         if self._scale_dtype not in blob.info.sharding.dropped.values():
             return scales

@@ -44,7 +44,7 @@ def look_at_data(
     result: Validation,
 ) -> None:
     """Make the checks of the data of `blobs`, whose headers are sound, against the source that is
-    `compared`, as `model` reads it. Raises CheckpointError where it lacks what they hold."""
+    `compared`, as `model` reads it. Raises CheckpointError if it lacks what they hold."""
     names = sorted({blob.group for blob in blobs})
     groups = {} if model is None else {name: _group(model.groups, name) for name in names}
     order = [{tensor.shard for tensor in group.tensors} for group in groups.values()]

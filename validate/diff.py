@@ -29,7 +29,7 @@ _Plain = dict[tuple[Projection, Role], NDArray[Any]]
 
 class Difference(NamedTuple):
     """One thing that differs. `changed` of `total` elements: codes, scales, values of a tensor;
-    0 of 0 where it is not a matter of counting, and `text` says what."""
+    0 of 0 if it is not a matter of counting, and `text` says what."""
 
     group: str
     what: str  # "codes", "scales", "zero points", "biases", a tensor's name, a file's
@@ -81,7 +81,7 @@ class Sums(NamedTuple):
 
 
 class _Side:
-    """One of the two, opened. Of what is read each thread holds the last."""
+    """One of the two, opened. Each thread holds what it read last."""
 
     def __init__(self, folder: Path, progress: Callable[[int], None]) -> None:
         self.folder = folder
@@ -123,7 +123,7 @@ class _Side:
         }
 
     def chunks(self, group: Group, tensor: SourceTensor) -> Iterator[memoryview]:
-        """A whole tensor's bytes; at the end its digest is compared, where it has one."""
+        """A whole tensor's bytes; at the end its digest is compared, if it has one."""
         state = new_digest()
         for chunk in self.reader.chunks(tensor, self._scratch.take("c", (CHUNK_BYTES,), np.uint8)):
             state.update(chunk)
@@ -141,7 +141,7 @@ def diff(
 
     Names do not matter to shards, nor layout, tp and ep to blobs: tensors are compared by name, and
     experts by their codes, scales, zero points and biases. Raises what reading either raises:
-    OutputError, CheckpointError (also where a blob was changed), UnsupportedError.
+    OutputError, CheckpointError (also if a blob was changed), UnsupportedError.
     """
     begin = time.perf_counter()
     one, other = _Side(Path(a), progress), _Side(Path(b), progress)

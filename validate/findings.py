@@ -47,7 +47,7 @@ Severity = Literal["error", "warning"]
 class Place(NamedTuple):
     """Where a matrix in plain order, as a rank holds it, differs from the source's. `expected` and
     `found` are as stored: a code, or a float's bits; values are what they mean: of a code without
-    its scale, None where that hangs on a zero point or is no finite number."""
+    its scale, None if that hangs on a zero point or is no finite number."""
 
     row: int
     column: int | None  # of scales and zero points a group; None of a bias
@@ -68,7 +68,7 @@ class Finding(NamedTuple):
     check: str = ""  # of CHECKS
     severity: Severity = "error"
     places: tuple[Place, ...] = ()  # the first that differ
-    differing: int | None = None  # how many do, where they were counted
+    differing: int | None = None  # how many do, if they were counted
 
     @property
     def id(self) -> str:

@@ -53,7 +53,7 @@ def run(output: Path, asked: Asked) -> Validation:
 
 
 def _open(output: Path, manifest: Manifest, asked: Asked) -> Comparison | None:
-    """The source, where one is given."""
+    """The source, if one is given."""
     if asked.source is None:
         given = {"--verify": asked.verify, "--revision": asked.revision,
                  "--cache-dir": asked.cache_dir, "--work-dir": asked.work_dir}  # fmt: skip
@@ -67,7 +67,7 @@ def _open(output: Path, manifest: Manifest, asked: Asked) -> Comparison | None:
 
 
 def _identity(source: Source, given: str) -> SourceIdentity:
-    """`given`: its name, where it has none of its own."""
+    """`given`: its name, if it has none of its own."""
     shards = [
         SourceShard(
             shard.name, shard.size, digest(shard.header),
@@ -137,7 +137,7 @@ def _look_at_source(
 
 
 def _account(result: Validation, checkpoint: Checkpoint, model: Model, converted: set[str]) -> None:
-    """The ledger, and a finding where bytes are left over. Of a part of a source there is none."""
+    """The ledger, and a finding if bytes are left over; none of a part of a source."""
     if checkpoint.absent:
         result.check("ledger").skipped = "the source lacks shards that its index names"
         return

@@ -26,12 +26,13 @@ class ScaleSums:
     denormals: int
     not_finite: int
     total: float
+    squares: float  # the sum of their squares
     least: float
     greatest: float
 
 
 class LayerStatistics:
-    """Of one layer's routed experts; all ranks' parts together."""
+    """What one layer's routed experts hold; all ranks' parts together."""
 
     def __init__(self, experts: int, quantization: Quantization) -> None:
         self.values = code_values(quantization)
@@ -39,6 +40,8 @@ class LayerStatistics:
         self.scales = np.zeros((experts, 4), np.int64)  # how many, zero, denormal, not finite
         self.bytes = 0  # of all that is stored of the experts that were read
         self.totals = np.zeros(experts)  # of scales' magnitudes
+        self.squares = np.zeros(experts)  # of scales
+        self._bare = not quantization.zero_point  # a code by itself says what it means
         self.least, self.greatest = np.full(experts, np.inf), np.zeros(experts)
 
     def add_codes(self, expert: int, counts: NDArray[np.int64]) -> None:
@@ -49,6 +52,7 @@ class LayerStatistics:
         """Some of an expert's scales."""
         self.scales[expert] += (sums.count, sums.zeros, sums.denormals, sums.not_finite)
         self.totals[expert] += sums.total
+        self.squares[expert] += sums.squares
         self.least[expert] = min(self.least[expert], sums.least)
         self.greatest[expert] = max(self.greatest[expert], sums.greatest)
 
@@ -96,6 +100,18 @@ class LayerStatistics:
         np.divide(self.totals, count, out=means, where=count > 0)
         return means
 
+    @property
+    def sizes(self) -> NDArray[np.float64]:
+        """The root mean square of each expert's weights, estimated: of its codes times of its
+        scales, which is exact where the one does not hang on the other. NaN of one that was not
+        read, and where codes hang on zero points."""
+        codes, scales = self.codes.sum(axis=1), self.scales[:, 0]
+        seen = (codes > 0) & (scales > 0) & self._bare
+        found = np.full(len(codes), np.nan)
+        of_codes = (self.codes @ self.values**2)[seen] / codes[seen]
+        found[seen] = np.sqrt(of_codes * self.squares[seen] / scales[seen])
+        return found
+
 
 def code_values(quantization: Quantization) -> NDArray[np.float64]:
     """What each code means before its scale; with zero points the code itself."""
@@ -137,7 +153,7 @@ _LOW = np.uint64(0x1111111111111111)
 
 @jit
 def _count_nibbles(words, counts):  # type: ignore[no-untyped-def]
-    """Of four words at a time, 64 nibbles: bit i of each goes into plane i, and a code is wherever
+    """Four words, 64 nibbles, at a time: bit i of each goes into plane i, and a code is wherever
     the planes are its bits. Few instructions for many nibbles, and LLVM makes vectors of them."""
     one, two, three, every = np.uint64(1), np.uint64(2), np.uint64(3), ~np.uint64(0)
     n0 = n1 = n2 = n3 = n4 = n5 = n6 = n7 = np.uint64(0)
@@ -195,16 +211,13 @@ def sum_scales(bits: NDArray[Any], dtype: str) -> ScaleSums:
     flat = bits.reshape(-1)
     # Exponents: 0 is read as zero by the kernels.
     values = _EXPONENTS[flat] if dtype in ("U8", "F8_E8M0") else widened(flat, dtype)
-    zeros, denormals, not_finite, total, least, greatest = _sum(
-        values, _LEAST_NORMAL.get(dtype, 0.0)
-    )
-    return ScaleSums(flat.size, zeros, denormals, not_finite, total, least, greatest)
+    return ScaleSums(flat.size, *_sum(values, _LEAST_NORMAL.get(dtype, 0.0)))
 
 
 @jit
 def _sum(values, least_normal):  # type: ignore[no-untyped-def]
     zeros = denormals = not_finite = 0
-    total, least, greatest = 0.0, np.inf, 0.0
+    total, squares, least, greatest = 0.0, 0.0, np.inf, 0.0
     for value in values:
         magnitude = abs(float(value))
         if not np.isfinite(magnitude):
@@ -214,5 +227,6 @@ def _sum(values, least_normal):  # type: ignore[no-untyped-def]
         else:
             denormals += magnitude < least_normal
             total += magnitude
+            squares += magnitude * magnitude
             least, greatest = min(least, magnitude), max(greatest, magnitude)
-    return zeros, denormals, not_finite, total, least, greatest
+    return zeros, denormals, not_finite, total, squares, least, greatest

@@ -62,7 +62,7 @@ def check_files(output: Path, manifest: Manifest) -> Iterator[Finding]:
         if name not in manifest.files and WORK_FOLDER not in path.parts:
             yield Finding(
                 name,
-                f"is not in {MANIFEST_NAME}: where a run was interrupted, run it again to finish",
+                f"is not in {MANIFEST_NAME}: if a run was interrupted, run it again to finish",
                 severity="warning",
             )
     if (output / INDEX_NAME).exists():

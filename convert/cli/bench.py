@@ -64,8 +64,12 @@ def bench_convert(
 @explained
 def bench_reshard(
     folder: Annotated[Path, folder_argument("Where to work; takes 16 GB for a while.", "FOLDER")],
-    experts: Annotated[int, typer.Option(min=1, max=384, help="Of the layer: 25 MB each.")] = 128,
-    pairs: Annotated[int, typer.Option(min=1, help="Of each kind and copies, in turn.")] = 3,
+    experts: Annotated[
+        int, typer.Option(min=1, max=384, help="Experts of the layer, 25 MB each.")
+    ] = 128,
+    pairs: Annotated[
+        int, typer.Option(min=1, help="How often each is done and copied, in turn.")
+    ] = 3,
     as_json: Json = False,
 ) -> None:
     """Resharding and exporting a true-size K2.6 layer against copying its files, with sync."""
@@ -78,8 +82,10 @@ def bench_reshard(
 @bench.command("validate")
 @explained
 def bench_validate(
-    folder: Annotated[Path, folder_argument("Where to work; takes 20 GB for a while.")],
-    experts: Annotated[int, typer.Option(min=1, max=384, help="Of the layer: 50 MB each.")] = 384,
+    folder: Annotated[Path, folder_argument("Where to work; takes 20 GB for a while.", "FOLDER")],
+    experts: Annotated[
+        int, typer.Option(min=1, max=384, help="Experts of the layer, 50 MB each.")
+    ] = 384,
     pairs: Annotated[int, typer.Option(min=1, help="Validations and readings, in turn.")] = 3,
     as_json: Json = False,
 ) -> None:
@@ -95,9 +101,9 @@ def bench_validate(
 @bench.command("moe")
 @explained
 def bench_moe(
-    shapes: Annotated[str, typer.Option(help="Of tp8, tp4, tp2, tp1, ep8.")] = "tp8,tp2,ep8",
+    shapes: Annotated[str, typer.Option(help="Some of tp8, tp4, tp2, tp1, ep8.")] = "tp8,tp2,ep8",
     save: Save = None,
-    seed: Annotated[int, typer.Option(help="Of weights and routing.", min=0)] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of weights and routing.", min=0)] = 0,
     as_json: Json = False,
 ) -> None:
     """One K2.6 MoE layer's kernels on this GPU, against the time to only read its weights, and
@@ -241,12 +247,12 @@ def bench_exact(
     device: Device = "auto",
     longest: Annotated[
         int | None,
-        typer.Option(min=0, help="Of contexts, in tokens; 8192 on a GPU, 1100 on the CPU."),
+        typer.Option(min=0, help="The longest context in tokens; 8192 on a GPU, 1100 on the CPU."),
     ] = None,
     save: Save = None,
     as_json: Json = False,
 ) -> None:
-    """Every mode and budget against ar, bit for bit. Exits with 1 where anything differs.
+    """Every mode and budget against ar, bit for bit. Exits with 1 if anything differs.
 
     Folders for N ranks: torchrun --nproc-per-node N --no-python kconvert bench exact …
     Of a multiple of N processes, every N take a part of the prompts.

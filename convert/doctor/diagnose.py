@@ -160,7 +160,7 @@ def _hub_problems(table: dict[str, Any]) -> list[str]:
     if table["packages"]["hf_xet"] is None:
         sentences.append("hf_xet is not installed, so downloads are slower: pip install hf_xet.")
     if hub["token"]["why"]:
-        sentences.append(f"The Hub token cannot be had ({hub['token']['why']}): hf auth login.")
+        sentences.append(f"The Hub token cannot be read ({hub['token']['why']}): hf auth login.")
     return sentences
 
 

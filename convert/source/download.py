@@ -95,7 +95,7 @@ class Arrivals:
     def take(self, job: int) -> None:
         """Wait until all shards of a job are there and right.
 
-        Raises UnavailableError if one cannot be got, OSErrors of the disk as they are.
+        Raises UnavailableError if one cannot be fetched, OSErrors of the disk as they are.
         """
         with self._change:
             self._now = job

@@ -10,6 +10,7 @@ from kconvert.layouts.errors import (
     ChangedFileError,
     CheckpointError,
     KconvertError,
+    MissingFileError,
     OutputError,
     UnfinishedOutputError,
 )
@@ -141,7 +142,7 @@ class Output:
         size = path.stat().st_size if path.is_file() else None
         if size != entry.bytes:
             found = "is missing" if size is None else f"has {size:,} bytes"
-            raise CheckpointError(
+            raise (MissingFileError if size is None else ChangedFileError)(
                 f"{path} {found}, {entry.bytes:,} bytes were written: copy it again, or convert it"
                 " again."
             )

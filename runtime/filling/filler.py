@@ -193,7 +193,7 @@ class Filler:
 
 
 def _within(span: Span, rows: range) -> tuple[slice, slice]:
-    """Of `span` what lies in `rows` of the stored tensor, as a part of those."""
+    """The part of `span` that lies in `rows` of the stored tensor, counted from these."""
     start, stop = max(span.stored.start, rows.start), min(span.stored.stop, rows.stop)
     stop = max(start, stop)
     at = span.target.start - span.stored.start

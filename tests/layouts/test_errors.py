@@ -65,7 +65,7 @@ def _nothing(folder: Path) -> None:
         (_nothing, "reshard", FileNotFoundError),
         (_occupied, "convert", FileExistsError),
         (_newer, "reshard", kconvert.layouts.NewerFormatError),
-        (_changed, "reshard", kconvert.layouts.CheckpointError),
+        (_changed, "reshard", kconvert.layouts.ChangedFileError),
     ],
 )
 def test_callers_can_tell_them_apart(tmp_path: Path, prepare, action: str, kind) -> None:

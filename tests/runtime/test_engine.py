@@ -322,3 +322,16 @@ def test_opening_maps_and_does_not_read(mini) -> None:
     while not isinstance(tensor, np.memmap):
         tensor = tensor.base
     assert tensor.mode == "r"
+
+
+@pytest.mark.parametrize(("hidden", "wanted"), [(2047, [1]), (2048, []), (None, [])])
+def test_threads_are_limited_when_it_is_asked_for(hidden, wanted, engines, monkeypatch) -> None:
+    """And then for a small drafter alone; opening an engine changes nothing of the process."""
+    limits: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", limits.append)
+    engine = engines["w4a16", "float32"]
+    drafter = hidden and SimpleNamespace(config=SimpleNamespace(hidden=hidden))
+    opened = Engine(engine.model, drafter)
+    assert limits == []
+    opened.set_threads()
+    assert limits == wanted

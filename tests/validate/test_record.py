@@ -93,20 +93,25 @@ def test_statistics_are_those_of_the_source(output: Path) -> None:
     checkpoint = read_checkpoint(KIMI_MINI)
     for expert in (0, 7):
         codes = np.zeros(16, np.int64)
-        scales = []
+        scales, squares = [], []
         for name, tensor in checkpoint.tensors.items():
             if f"layers.1.mlp.experts.{expert}." not in name:
                 continue
             raw = (KIMI_MINI / tensor.shard).read_bytes()[tensor.start :][: tensor.nbytes]
             if name.endswith("weight_packed"):
                 words = np.frombuffer(raw, np.int32).reshape(tensor.shape)
-                codes += np.bincount(unpack_words(words, 4).reshape(-1), minlength=16)
+                read = unpack_words(words, 4)
+                codes += np.bincount(read.reshape(-1), minlength=16)
+                groups = ((read.astype(np.int64) - 8) ** 2).reshape(len(read), -1, 32)
+                squares.append(groups.sum(axis=2).reshape(-1))
             elif name.endswith("weight_scale"):
                 scales.append(np.abs(widened(np.frombuffer(raw, np.uint16), "BF16")))
         assert (layer.codes[expert] == codes).all()
         every = np.concatenate(scales).astype(np.float64)
         assert layer.scales[expert, 0] == every.size
         assert layer.means[expert] == pytest.approx(every.mean())
+        weights = np.sqrt((np.concatenate(squares) * every**2).sum() / codes.sum())
+        assert layer.sizes[expert] == pytest.approx(weights, rel=0.05)  # an estimate
         assert layer.greatest[expert] == every.max()
         assert layer.bits_a_weight == 4.5  # a bf16 scale for 32 codes
         assert layer.least[expert] == every[every > 0].min()
@@ -214,5 +219,5 @@ def test_an_expert_unlike_the_others() -> None:
     layer = LayerStatistics(8, Quantization(32))
     for expert in range(8):
         mean = 3.0 if expert == 5 else 1.0 + expert / 100
-        layer.add_scales(expert, ScaleSums(10, 0, 0, 0, 10 * mean, mean, mean))
+        layer.add_scales(expert, ScaleSums(10, 0, 0, 0, 10 * mean, 10 * mean**2, mean, mean))
     assert layer.outliers == [5]

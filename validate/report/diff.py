@@ -62,7 +62,7 @@ def _verdict(result: Diff, others: int) -> str:
 
 
 def _pictures(result: Diff) -> Iterator[Picture]:
-    """Of codes, scales …: the changed share by layer, and by layer and expert."""
+    """The changed share of codes, scales …, by layer, and by layer and expert."""
     groups = sorted(group for group, experts in result.compared.items() if experts)
     numbers = [str(number) for number in layer_numbers(groups)]
     if len(numbers) != len(groups):

@@ -31,6 +31,8 @@ def pictures(
         found.append(_throughput(result.pace))
     for title, of_layer, caption, none in _MAPS if layers else ():
         values = np.array([of_layer(layer) for layer in layers.values()], np.float64)
+        if np.isnan(values).all():
+            continue
         low, high = np.nanmin(values), np.nanmax(values)
         if low == high:
             same = none if high == 0 else f"{caption} It is {high:.3g} of every one."
@@ -115,6 +117,9 @@ def _share(parts: NDArray[np.int64], of: NDArray[np.int64]) -> NDArray[np.float6
 
 
 _MAPS: tuple[tuple[str, Callable[[LayerStatistics], NDArray[np.float64]], str, str], ...] = (
+    ("Norm", lambda s: s.sizes,
+     "Root mean square of an expert's weights, estimated from its codes and its scales apart.",
+     "Every weight is zero."),
     ("Mean scale", lambda s: s.means, "Mean magnitude of an expert's scales.",
      "Every scale is zero."),
     ("Code 0", lambda s: _share(s.codes[:, 0], s.codes.sum(axis=1)),

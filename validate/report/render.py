@@ -55,7 +55,7 @@ def render(result: Validation, subject: Subject) -> str:
 
 
 def _first_layer(parity: Parity) -> dict[str, dict[str, Held]]:
-    """Of the ranks, each their first; what is shown, where the JSON has all."""
+    """What is shown of each rank, its first blob; the JSON has all."""
     of_ranks = sorted(path for path in parity if path.startswith("rank-"))
     first = of_ranks[0].rpartition("/")[2] if of_ranks else ""
     return {path: parity[path] for path in of_ranks if path.endswith(f"/{first}")}
@@ -88,7 +88,7 @@ def limits(result: Validation) -> list[str]:
         all_of_them = sum(len(s.scales) for s in result.statistics.values())
         chance = 1 - 0.99**read
         found.append(
-            f"Of {all_of_them:,} experts {read:,} were read, drawn with seed {result.seed}: if one"
+            f"{read:,} of {all_of_them:,} experts were read, drawn with seed {result.seed}: if one"
             f" in a hundred were damaged, at least one of those would be among them with a"
             f" probability of {chance:.1%}."
         )

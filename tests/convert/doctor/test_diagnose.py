@@ -166,7 +166,7 @@ def test_nothing_to_complain_about() -> None:
         ),
         (
             {"hub__token": {"present": False, "source": None, "why": "PermissionError"}},
-            "The Hub token cannot be had (PermissionError): hf auth login.",
+            "The Hub token cannot be read (PermissionError): hf auth login.",
         ),
     ],
 )  # fmt: skip

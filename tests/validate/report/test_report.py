@@ -69,7 +69,7 @@ def test_what_was_not_compared_is_said(output: Path, kconvert, tmp_path: Path) -
     kconvert("validate", output, "--sample", 2, "--seed", 5, "--report", target)
     page = checked(target.read_text())
     assert "No source was given" in page and "Every digest agrees." in page
-    assert "Of 16 experts 4 were read, drawn with seed 5" in page
+    assert "4 of 16 experts were read, drawn with seed 5" in page
     assert "--sample 2 --seed 5" in page
 
 
@@ -117,7 +117,16 @@ def generated() -> Validation:
                 2 if (layer, expert) == (30, 7) else 1
             )
             zeros, denormals = random.poisson(0.3, 2).tolist()
-            sums = ScaleSums(1_376_256, zeros, denormals, 0, 1_376_256 * mean, 1e-4, 3 * mean)
+            sums = ScaleSums(
+                1_376_256,
+                zeros,
+                denormals,
+                0,
+                1_376_256 * mean,
+                1_376_256 * 1.1 * mean**2,
+                1e-4,
+                3 * mean,
+            )
             statistics.add_scales(expert, sums)
         result.statistics[layer] = statistics
         result.pace.append(Pace(f"layer-{layer:05}", 19_900_000_000, random.uniform(5, 8)))
