@@ -2,8 +2,7 @@
 // sm_90a: one bf16 row for each (token, slot).
 //
 // A unit is an item's rows times some of its columns, kRuns runs of 64 at a time over all of K; a
-// column's sum is moe_w2's, term by term. Weights do not depend on the kernel before: they are asked
-// for ahead of the wait.
+// column's sum is moe_w2's, term by term.
 #include "moe/many.cuh"
 
 #ifdef WARPGROUP_MMA
@@ -71,9 +70,7 @@ struct ActRows {
   int left;
 
   __device__ __forceinline__ bool has(int i) const { return i * 32 < left; }
-  __device__ __forceinline__ int offset(int i) const {
-    return i * (32 * INTERMEDIATE * 2);
-  }
+  __device__ __forceinline__ int offset(int i) const { return i * (32 * INTERMEDIATE * 2); }
 };
 
 // Arguments as moe_w2's, but its last. Compile-time: HIDDEN, INTERMEDIATE, GROUP, BLOCK_ROWS, STAGES,
