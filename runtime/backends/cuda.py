@@ -19,7 +19,6 @@ from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.ddtree import Tree
 from kconvert.runtime.filling.device import bits_of
-from kconvert.runtime.filling.unread import Unread
 from kconvert.runtime.kernels.attention import launch as attention
 from kconvert.runtime.kernels.linear.launch import linear_into
 from kconvert.runtime.kernels.moe import launch as moe
@@ -96,17 +95,17 @@ class CudaBackend:
         return vector
 
     def _fill(self, target: Tensor, values: Source) -> None:
-        """With an array at once, or with what a filler brings."""
+        """With an array at once, or with what brings itself (filling/unread.py)."""
         if values.dtype.itemsize != target.element_size():
             raise UnsupportedError(
                 f"a weight {list(values.shape)} is {values.dtype}: the GPU's kernels take BF16;"
                 " run it with --device cpu."
             )
-        if isinstance(values, Unread):
-            values.into(bits_of(target))
-        else:
+        if isinstance(values, np.ndarray):
             signed = np.array(values).view(f"i{values.dtype.itemsize}")
             target.view(_SIGNED[signed.itemsize]).copy_(torch.from_numpy(signed))
+        else:
+            values.into(bits_of(target))
 
     def experts_of(self, source: ExpertSource) -> Experts:
         """As the rank's file has them: one piece of memory, four views."""

@@ -227,8 +227,8 @@ def bench_moe(
         "bench": "moe",
         "card": torch.cuda.get_device_name(),
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": _versions([peer.package for peer in peers]),
-        "commit": commit or _commit(),
+        "versions": versions_of([peer.package for peer in peers]),
+        "commit": commit or commit_here(),
         "kernels": sources_digest()[:16],
         "method": f"CUDA graph of {LAYERS} layers x {ROUTINGS} routings, median of 25 replays",
         "seed": seed,
@@ -236,7 +236,7 @@ def bench_moe(
     }
 
 
-def _versions(peers: Sequence[str]) -> dict[str, str]:
+def versions_of(peers: Sequence[str]) -> dict[str, str]:
     versions = {"torch": str(torch.__version__)}
     for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", *peers):
         try:
@@ -246,7 +246,7 @@ def _versions(peers: Sequence[str]) -> dict[str, str]:
     return versions
 
 
-def _commit() -> str:
+def commit_here() -> str:
     here = Path(__file__).parent
     done = subprocess.run(
         ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=False
