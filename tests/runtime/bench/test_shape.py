@@ -5,7 +5,6 @@ import copy
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -67,11 +66,10 @@ class HostBlobs(MadeUpBlobs):
         return np.asarray(super().columns(name, shape, part))
 
     def expert(self, name: str, local: int) -> Any:
-        return self._made(name)[local]
-
-    @cache
-    def _made(self, name: str) -> Any:
-        return np.asarray(self.stack(name))
+        kept = vars(self).setdefault("kept", {})
+        if name not in kept:
+            kept[name] = np.asarray(self.stack(name))
+        return kept[name][local]
 
 
 def host_model(backend: Any, seed: int = 0) -> Model:
