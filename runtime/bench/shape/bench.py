@@ -14,11 +14,18 @@ from kconvert.runtime.bench.agreement import Recorded, recorded
 from kconvert.runtime.bench.decode import gpu_bytes, summary
 from kconvert.runtime.bench.moe import commit_here, versions_of
 from kconvert.runtime.bench.shape.check import check
-from kconvert.runtime.bench.shape.rank import RankDecoder, open_rank, some_tokens
+from kconvert.runtime.bench.shape.rank import (
+    RankDecoder,
+    drafter_config,
+    nbytes_of,
+    open_rank,
+    some_tokens,
+)
 from kconvert.runtime.bench.timeline import timeline, where
 from kconvert.runtime.config import ModelConfig, config_of
 from kconvert.runtime.distributed import Ranks, all_ranks_from_environment
 from kconvert.runtime.drafting.ddtree import Tree, build_tree
+from kconvert.runtime.drafting.sharding import share_of
 from kconvert.runtime.engine import Engine
 from kconvert.runtime.kernels.nvrtc import sources_digest
 from kconvert.runtime.kernels.tree.launch import StepRows
@@ -106,6 +113,7 @@ def measured(
 ) -> list[dict[str, Any]]:
     """Every row of the table, contexts rising, for the cache grows with them."""
     rows: list[dict[str, Any]] = []
+    read = Read.of(engine)
     for context in sorted(contexts):
         first = not rows
         kinds: list[tuple[str, int | str]] = [("ar", 0), *(("ddtree", b) for b in BUDGETS)]
@@ -113,6 +121,7 @@ def measured(
         made += [_verified(engine, context, what, first) for what in VERIFIED]
         made += [_text(engine, context, mode, budget, first) for mode, budget in kinds[1:]]
         for row in made:
+            row |= read(row)
             ms = here.gather(np.array([row.get("ms", 0.0)]))
             if here.size > 1:
                 row["ranks_ms"] = [round(float(value[0]), 4) for value in ms]
@@ -155,7 +164,9 @@ def _verified(engine: Engine, context: int, what: Verified, looked_at: bool) -> 
     decoder: RankDecoder = engine.decoder  # type: ignore[assignment]
     step = drafted_rows(engine, what, context - 1)
     rows = len(step.tokens)
-    row: dict[str, Any] = {"what": "verify", "texts": what.texts, "context": context, "rows": rows}
+    row: dict[str, Any] = {
+        "what": "verify", "budget": None, "texts": what.texts, "context": context, "rows": rows,
+    }  # fmt: skip
     row |= _experts(engine, lambda: decoder.verify(step), rows)
     if row["collapsed"]:
         return row
@@ -217,6 +228,39 @@ def touched(kept: Recorded) -> list[int]:
 def expected_experts(config: ModelConfig, rows: int) -> float:
     """Experts that `rows` tokens touch whose choices have nothing to do with one another's."""
     return config.experts * (1 - (1 - config.top_k / config.experts) ** rows)
+
+
+class Read(NamedTuple):
+    """Bytes that a rank's step reads at least: weights once, latents of the context once."""
+
+    always: int  # all of the target but experts and embedding
+    expert: int  # one in every layer
+    drafter: int  # and the head again
+    latents: int  # a token of context
+    top_k: int
+
+    @classmethod
+    def of(cls, engine: Engine) -> "Read":
+        weights, config = engine.model.weights, engine.model.config
+        ranks = engine.model.backend.ranks
+        shapes = [layer.moe.experts.shape for layer in weights.layers if layer.moe]
+        everything = nbytes_of(weights) - nbytes_of(weights.embedding)
+        share = share_of(drafter_config(config, ranks.size), ranks)
+        return cls(
+            always=everything - sum(shape.experts * shape.expert_bytes for shape in shapes),
+            expert=sum(shape.expert_bytes for shape in shapes),
+            drafter=share.nbytes + nbytes_of(weights.head),
+            latents=config.layers * (config.kv_lora + config.rope_dim) * 2,
+            top_k=config.top_k,
+        )
+
+    def __call__(self, row: dict[str, Any]) -> dict[str, int]:
+        if row["budget"] == "auto":
+            return {}
+        experts = row.get("experts", self.top_k)
+        drafter = self.drafter if row["what"] == "ddtree" else 0
+        context = self.latents * row["context"]
+        return {"bytes": round(self.always + experts * self.expert + drafter + context)}
 
 
 def _per_layer(engine: Engine, seen: dict[str, Any]) -> dict[str, Any]:

@@ -53,7 +53,7 @@ def weight_bytes(blobs: MadeUpBlobs, config: ModelConfig) -> int:
     ranks = Ranks(blobs.rank, blobs.manifest.tp)
     alone = _Weighed(ranks.rank, ranks.size)
     weights = Model(config, blobs, CudaBackend(config, alone, torch.device("meta"))).weights
-    return _nbytes(weights)
+    return nbytes_of(weights)
 
 
 class _Weighed(Ranks):
@@ -61,12 +61,13 @@ class _Weighed(Ranks):
         return None
 
 
-def _nbytes(weights: Any) -> int:
+def nbytes_of(weights: Any) -> int:
+    """Of all tensors in them."""
     if isinstance(weights, Tensor):
         return weights.nbytes
     if isinstance(weights, (tuple, list)):
-        return sum(map(_nbytes, weights))
-    return sum(map(_nbytes, vars(weights).values())) if hasattr(weights, "__dict__") else 0
+        return sum(map(nbytes_of, weights))
+    return sum(map(nbytes_of, vars(weights).values())) if hasattr(weights, "__dict__") else 0
 
 
 def _check_memory(weights: int, device: torch.device) -> None:
