@@ -210,7 +210,7 @@ def shape_text(table: dict[str, Any]) -> str:
     if not table["rows"]:
         return "\n".join(lines)
     lines.append(
-        "context  step            rows  experts (unlike)     GB       ms  tokens/s  launches a layer"
+        "context  step            rows experts (unlike)     GB       ms  tokens/s  launches a layer"
     )
     lines += [_step_line(row) for row in table["rows"]]
     seen = [row for row in table["rows"] if row.get("timeline", {}).get("kernels")]
@@ -252,7 +252,7 @@ def _step_name(row: dict[str, Any]) -> str:
 
 def _step_line(row: dict[str, Any]) -> str:
     touched = f"{row['experts']:.0f} ({row['experts_expected']:.0f})" if "experts" in row else "–"
-    line = f"{row['context']:>7}  {_step_name(row):<16}{row.get('rows', '–'):>4} {touched:>17}"
+    line = f"{row['context']:>7}  {_step_name(row):<16}{row.get('rows', '–'):>4} {touched:>16}"
     line += f" {row['bytes'] / 1e9:>6.2f}" if "bytes" in row else f" {'–':>6}"
     if row.get("collapsed"):
         return f"{line}  routing collapsed: not told"
