@@ -196,6 +196,9 @@ def bench_decode(
     contexts: Annotated[
         str | None, typer.Option(metavar="LIST", help="With --shape: 1024,8192,32768.")
     ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=4, help="With --shape: only so many, to try it out.")
+    ] = None,
     seed: Annotated[int, typer.Option(min=0, help="With --shape: of weights and tokens.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -211,7 +214,7 @@ def bench_decode(
     if shape is not None:
         if output is not None:
             raise typer.BadParameter("either a folder or --shape", param_hint="--shape")
-        _decode_shape(shape, rank_of, contexts, seed, save, as_json)
+        _decode_shape(shape, rank_of, contexts, layers, seed, save, as_json)
         return
     if output is None or drafter is None or prompts is None:
         raise typer.BadParameter("give OUTPUT, DRAFTER and PROMPTS, or --shape")
@@ -235,7 +238,13 @@ def bench_decode(
 
 
 def _decode_shape(
-    name: str, rank_of: int, contexts: str | None, seed: int, save: Path | None, as_json: bool
+    name: str,
+    rank_of: int,
+    contexts: str | None,
+    layers: int | None,
+    seed: int,
+    save: Path | None,
+    as_json: bool,
 ) -> None:
     from kconvert.convert.cli import bench_text
     from kconvert.convert.synth.presets import PRESETS
@@ -244,10 +253,11 @@ def _decode_shape(
     if name not in PRESETS:
         raise typer.BadParameter(f"{name!r} is none of {', '.join(PRESETS)}", param_hint="--shape")
     chosen = numbers("--contexts", contexts) or CONTEXTS
-    config = PRESETS[name].config
-    table = bench_shape(name, config, rank_of, chosen, seed, report=to_stderr)
+    table = bench_shape(
+        name, PRESETS[name].config, rank_of, chosen, seed, layers, report=to_stderr,
+        keep=lambda table: _keep(table, save if table["rank"] == 0 else None),
+    )  # fmt: skip
     if table["rank"] == 0:
-        _keep(table, save)
         show(table, as_json, bench_text.shape_text, quiet=False)
     if table["check"] and not table["check"]["right"]:
         raise typer.Exit(1)

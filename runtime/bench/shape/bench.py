@@ -1,7 +1,8 @@
 """`kconvert bench decode --shape`: the decode step of one rank, as the engine runs it."""
 
+import itertools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from kconvert.runtime.kernels.nvrtc import sources_digest
 from kconvert.runtime.kernels.tree.launch import StepRows
 
 Report = Callable[[str], None]
+Keep = Callable[[dict[str, Any]], object]
 CONTEXTS = (1024, 8192, 32768)
 CHECKED = (1024, 8192)  # contexts whose bits are compared
 BUDGETS: tuple[int | str, ...] = (3, 7, 15, 32, "auto")
@@ -55,13 +57,15 @@ def bench_shape(
     size: int,
     contexts: Sequence[int] = CONTEXTS,
     seed: int = 0,
-    checked: Sequence[int] = CHECKED,
+    layers: int | None = None,
+    checked: Sequence[int] | None = None,
     report: Report = print,
-    commit: str | None = None,
+    keep: Keep = lambda _: None,
 ) -> dict[str, Any]:
     """A rank of `size` of the model that a parsed config.json describes, called `name`. Of torchrun
-    the processes are the first ranks, and exchange for real. `checked`: contexts whose bits are
-    compared before anything is timed; if anything is wrong nothing is.
+    the processes are the first ranks, and exchange for real. `layers`: only so many. `checked`:
+    contexts whose bits are compared before anything is timed, if not given those of CHECKED that are
+    measured; if anything is wrong nothing is. `keep` is given the result so far with every new row.
 
     Raises UnavailableError where there is no GPU or its memory is too small, UnsupportedError where
     the model is not one that the engine runs or does not divide.
@@ -71,7 +75,9 @@ def bench_shape(
     here = all_ranks_from_environment().on_gpus()
     device = torch.device("cuda", torch.cuda.current_device())
     begin = time.perf_counter()
-    engine = open_rank(config_of(config), size, here, seed, device)
+    read = config_of(config)
+    read = replace(read, layers=layers or read.layers)
+    engine = open_rank(read, size, here, seed, device)
     torch.cuda.synchronize(device)
     tell = report if here.rank == 0 else _nothing
     tell(f"{gpu_bytes() / 1e9:.1f} GB made in {time.perf_counter() - begin:.1f} s")
@@ -85,20 +91,27 @@ def bench_shape(
         "card": torch.cuda.get_device_name(device),
         "date": time.strftime("%Y-%m-%d"),
         "versions": versions_of([]),
-        "commit": commit or commit_here(),
+        "commit": commit_here(),
         "kernels": sources_digest()[:16],
         "seed": seed,
         "allocated_bytes": torch.cuda.memory_allocated(device),
         "layers": engine.model.config.layers,
     }
+    if checked is None:
+        checked = [context for context in CHECKED if context in contexts]
+    rows: list[dict[str, Any]] = []
     with engine.model.backend.ranks.waiting():
         found = check(engine, checked, seed) if checked else None
         if found:
             everywhere = here.gather(np.array([found["right"]]))
             found["right"] = all(bool(right[0]) for right in everywhere)
             tell(str(found))
-        rows = measured(engine, here, contexts, tell) if not found or found["right"] else []
-    return {**result, "check": found, "gpu_bytes": gpu_bytes(), "rows": rows}
+        result |= {"check": found, "gpu_bytes": gpu_bytes(), "rows": rows}
+        keep(result)
+        for row in measured(engine, here, contexts, tell) if not found or found["right"] else ():
+            rows.append(row)
+            keep(result | {"gpu_bytes": gpu_bytes()})
+    return {**result, "gpu_bytes": gpu_bytes()}
 
 
 def exchange_text(size: int, present: int) -> str:
@@ -113,24 +126,24 @@ def exchange_text(size: int, present: int) -> str:
 
 def measured(
     engine: Engine, here: Ranks, contexts: Sequence[int], tell: Report
-) -> list[dict[str, Any]]:
+) -> Iterator[dict[str, Any]]:
     """Every row of the table, contexts rising, for the cache grows with them."""
-    rows: list[dict[str, Any]] = []
-    read = Read.of(engine)
+    read, begin = Read.of(engine), time.perf_counter()
     for context in sorted(contexts):
-        first = not rows
-        kinds: list[tuple[str, int | str]] = [("ar", 0), *(("ddtree", b) for b in BUDGETS)]
-        made = [_text(engine, context, mode, budget, first) for mode, budget in kinds[:1]]
-        made += [_verified(engine, context, what, first) for what in VERIFIED]
-        made += [_text(engine, context, mode, budget, first) for mode, budget in kinds[1:]]
+        first = context == min(contexts)
+        made = itertools.chain(
+            (_text(engine, context, "ar", 0, first) for _ in range(1)),
+            (_verified(engine, context, what, first) for what in VERIFIED),
+            (_text(engine, context, "ddtree", budget, first) for budget in BUDGETS),
+        )
         for row in made:
             row |= read(row)
             ms = here.gather(np.array([row.get("ms", 0.0)]))
             if here.size > 1:
                 row["ranks_ms"] = [round(float(value[0]), 4) for value in ms]
-            tell(str({key: value for key, value in row.items() if key != "timeline"}))
-        rows += made
-    return rows
+            said = {key: value for key, value in row.items() if key != "timeline"}
+            tell(f"{time.perf_counter() - begin:6.1f} s {said}")
+            yield row
 
 
 def _text(

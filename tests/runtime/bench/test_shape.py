@@ -226,7 +226,7 @@ def small_rank(size: int = 8) -> Any:
 def test_the_table_of_a_small_rank(pretended, monkeypatch) -> None:
     monkeypatch.setattr(bench, "COLLAPSED", 0.0)  # zeros go to the same experts
     engine, told = small_rank(), []
-    rows = bench.measured(engine, Ranks(), (256, 96), told.append)
+    rows = list(bench.measured(engine, Ranks(), (256, 96), told.append))
     assert len(told) == len(rows) == 2 * 12
     assert [row["context"] for row in rows] == [96] * 12 + [256] * 12
     kinds = [(r["what"], r.get("texts"), r.get("budget"), r.get("rows")) for r in rows[:12]]
@@ -255,7 +255,7 @@ def test_the_table_of_a_small_rank(pretended, monkeypatch) -> None:
 
 
 def test_where_routing_collapses_nothing_is_told(pretended) -> None:
-    rows = bench.measured(small_rank(), Ranks(), (96,), lambda _: None)
+    rows = list(bench.measured(small_rank(), Ranks(), (96,), lambda _: None))
     collapsed = [row for row in rows if row.get("collapsed")]
     assert len(collapsed) == 6 + 4 and not any("ms" in row for row in collapsed)
     assert "routing collapsed: not told" in shape_text({
