@@ -64,8 +64,8 @@ def bench_shape(
 ) -> dict[str, Any]:
     """A rank of `size` of the model that a parsed config.json describes, called `name`. Of torchrun
     the processes are the first ranks, and exchange for real. `layers`: only so many. `checked`:
-    contexts whose bits are compared before anything is timed, if not given those of CHECKED that are
-    measured; if anything is wrong nothing is. `keep` is given the result so far with every new row.
+    contexts whose bits are compared before anything is timed, if not given those of CHECKED that
+    are measured; if anything is wrong nothing is. `keep` is given what is there with every new row.
 
     Raises UnavailableError where there is no GPU or its memory is too small, UnsupportedError where
     the model is not one that the engine runs or does not divide.
