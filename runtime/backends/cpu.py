@@ -73,6 +73,10 @@ class CpuBackend:
     def sums(self, x: Array, weight: Matrix) -> Array:
         return self._linear(x, weight, False)
 
+    def sums_linear(self, x: Array, weight: Matrix, sums: int) -> tuple[Array, Array]:
+        assert len(weight[0]) == sums
+        return self.sums(x, weight[:1]), self.linear(x, weight[1:])
+
     def _linear(self, x: Array, weight: Matrix, bf16: bool) -> Array:
         out = np.empty((len(x), sum(len(part) for part in weight)), np.float32)
         first = 0

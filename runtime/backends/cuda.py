@@ -175,6 +175,13 @@ class CudaBackend:
     def sums(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._product(x, weight, torch.float32)
 
+    def sums_linear(self, x: Tensor, weight: Tensor, sums: int) -> Pair:
+        m, n = len(x), len(weight)
+        wide = torch.empty(m, sums, dtype=torch.float32, device=self.device)
+        rest = torch.empty(m, n - sums, dtype=torch.bfloat16, device=self.device)
+        linear_into(x, weight, wide, rest)
+        return wide, rest
+
     def _product(self, x: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
         out = torch.empty(len(x), len(weight), dtype=kind, device=self.device)
         linear_into(x, weight, out)

@@ -111,6 +111,10 @@ class Backend(Protocol):
     def sums(self, x: Array, weight: Weight) -> Array:
         """The same as sums [T, N], not rounded."""
 
+    def sums_linear(self, x: Array, weight: Weight, sums: int) -> tuple[Array, Array]:
+        """`sums` of the weight's first `sums` rows, a `matrix`'s first part, and `linear` of the
+        others: [T, sums] and activations [T, N − sums]."""
+
     def add_norm(self, x: Array, sums: Array | None, norm: Norm) -> tuple[Array, Array]:
         """x + the ranks' sums [T, D], added in rank order, and that normed: activations [T, D]."""
 

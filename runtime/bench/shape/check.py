@@ -112,8 +112,9 @@ def _wide(
             queries=wide(layer.queries), kv_b=wide(layer.kv_b), output=wide(layer.output),
             mlp_norm=norm(layer.mlp_norm),  # type: ignore[arg-type]
             moe=moe and Moe(
-                wide(moe.router), wide(moe.bias),
+                wide(moe.first), wide(moe.bias),
                 twin.experts_of(_Chosen(moe.experts, whole, number, chosen)),
+                None if moe.down is None else wide(moe.down),
             ),
             mlp=layer.mlp and Mlp(*map(wide, layer.mlp)),
         )],

@@ -26,8 +26,8 @@ _ROOM = 16 << 30  # bytes beside the weights: caches of 32k tokens, work, graphs
 
 
 def open_rank(config: ModelConfig, size: int, here: Ranks, seed: int, device: Any) -> Engine:
-    """`here`'s rank of `size`, the ranks that are no processes stood in for; the drafter is one of
-    z-lab's sizes for such a target.
+    """`here`'s rank of `size`; it exchanges with those that are processes. The drafter is one of z-lab's
+    sizes for such a target.
 
     Raises UnsupportedError where the model does not divide, UnavailableError where the GPU's memory
     is too small.
@@ -39,8 +39,6 @@ def open_rank(config: ModelConfig, size: int, here: Ranks, seed: int, device: An
     blobs = MadeUpBlobs(config, ranks, seed)
     _check_memory(weight_bytes(blobs, config) + share.nbytes, device)
     backend = CudaBackend(config, ranks, device)
-    if isinstance(ranks, StandIn) and backend.peers:
-        ranks.answer(backend.peers)
     model = Model(config, blobs, backend)
     _ = model.weights
     drafter = CudaDrafter(share, drafter_weights(share, seed, ranks.rank, device), model)

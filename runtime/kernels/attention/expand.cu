@@ -4,7 +4,7 @@
 // Compile-time: NOPE, VALUE, C (a multiple of 8), HEADS.
 #include "common.cuh"
 
-constexpr int kRows = 8, kWarps = 8;
+constexpr int kRows = 8, kWarps = 8, kRuns = (C + 255) / 256;
 
 // context bf16 [rows, HEADS, C];  kv_b bf16 [HEADS, NOPE + VALUE, C];  out bf16 [rows, HEADS, VALUE]
 // grid (HEADS, ceil(VALUE / 8), ceil(rows / 8)) x 256
@@ -13,14 +13,20 @@ extern "C" __global__ void __launch_bounds__(kWarps * 32)
   let_next_start();
   const int head = blockIdx.x, lane = threadIdx.x & 31;
   const int value = blockIdx.y * kWarps + (threadIdx.x >> 5), first = blockIdx.z * kRows;
+  const u16* w = kv_b + ((long long)head * (NOPE + VALUE) + NOPE + value) * C;
+  uint4 a[kRuns];  // weights: asked for ahead of the wait
+#pragma unroll
+  for (int j = 0; j < kRuns; ++j)
+    if (value < VALUE && j * 256 + lane * 8 < C)
+      a[j] = *reinterpret_cast<const uint4*>(w + j * 256 + lane * 8);
   wait_for_previous();
   if (value >= VALUE) return;
-  const u16* w = kv_b + ((long long)head * (NOPE + VALUE) + NOPE + value) * C;
   float sum[kRows] = {};
 #pragma unroll
-  for (int c = lane * 8; c < C; c += 256) {
-    const uint4 a = *reinterpret_cast<const uint4*>(w + c);
-    const u32 pair[4] = {a.x, a.y, a.z, a.w};
+  for (int j = 0; j < kRuns; ++j) {
+    const int c = j * 256 + lane * 8;
+    if (c >= C) continue;
+    const u32 pair[4] = {a[j].x, a[j].y, a[j].z, a[j].w};
 #pragma unroll
     for (int r = 0; r < kRows; ++r) {
       if (first + r >= rows) continue;

@@ -8,7 +8,8 @@ from torch import Tensor
 from kconvert.runtime.kernels.gpu import launch
 
 KEYS = 64  # of a part; the boundaries of the prefix's splits are multiples of it
-_WORKSPACE = 256 << 20  # bytes of parts at once
+_WORKSPACE = 640 << 20  # bytes of parts at once
+_BLOCKS = 512  # of attend that are worth having
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def queries(
     """q bf16 [T, H (nope + R)] → bf16 [T, H, C + R]."""
     rows, width = len(q), shape.kv_lora + shape.rope
     out = torch.empty(rows, shape.heads, width, dtype=torch.bfloat16, device=q.device)
-    grid = shape.heads, -(-rows // 8), -(-shape.kv_lora // 256)
+    grid = shape.heads, -(-rows // 8), -(-shape.kv_lora // 64)
     args = (q, kv_b, rows, positions, *tables, out)
     launch("attention/queries", shape.macros["queries"], grid, 128, args)
     return out
@@ -104,14 +105,24 @@ def attend(
         launch(
             "attention/attend", shape.macros["attend"], (parts, rows, -(-heads // 16)), 128,
             (queries[part], keys, positions[part], prefix[part], counts[part], windows[part],
-             windows.shape[1], scale, parts, sums, scales),
+             windows.shape[1], scale, parts, rows, sharing(rows, parts), sums, scales),
             shared=shape.shared,
         )  # fmt: skip
+        warps = 4 if parts <= 40 else 16
         launch(
-            "attention/merge", shape.macros["merge"], (heads, rows), 128,
+            "attention/merge", shape.macros["merge"] | {"WARPS": warps},
+            (heads, rows, -(-c // 64)), 32 * warps,
             (positions[part], counts[part], sums, scales, parts, out[part]),
         )  # fmt: skip
     return out
+
+
+def sharing(rows: int, parts: int) -> int:
+    """Rows whose keys a block loads once: two are one MMA's, more where blocks are many."""
+    group = 2
+    while group < 32 and rows * parts > group * _BLOCKS:
+        group *= 2
+    return group
 
 
 def expand(context: Tensor, kv_b: Tensor, shape: AttentionShape) -> Tensor:

@@ -6,7 +6,7 @@
 // rows of a chunk are shared by its WARPS_N warps.
 //
 // Compile-time: SPLIT (blocks of a cluster), WARPS_N (warps side by side), TILES (of 16 columns of
-// y, a warp), ROWS (tiles of 8 rows), STAGES, WIDE (fp32 sums, or rounded to bf16).
+// y, a warp), ROWS (tiles of 8 rows), STAGES.
 #include "common.cuh"
 
 constexpr int CHUNKS = 4;  // warps that share K
@@ -33,10 +33,11 @@ __device__ __forceinline__ void sync_chunk(int chunk) {
 }
 
 // x   bf16 [m, k], k a multiple of 64;  w bf16 [n, k]
-// y   fp32 or bf16 [m, n]
+// sums fp32 [m, wide]: the first columns of y;  rounded bf16 [m, n - wide]: the others
 // grid (ceil(n / (16 TILES WARPS_N)) clusters of SPLIT, ceil(m / (8 ROWS))), CHUNKS x WARPS_N warps
 extern "C" __global__ void __launch_bounds__(kThreads)
-    linear_linear(const u16* x, const u16* w, void* y, int m, int n, int k) {
+    linear_linear(const u16* x, const u16* w, float* sums, u16* rounded, int wide, int m, int n,
+                  int k) {
   let_next_start();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int chunk = warp % CHUNKS, side = warp / CHUNKS;
@@ -135,10 +136,10 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int i = 0; i < 4; ++i) {
       const int r = row + (i & 1), c = column + (i >> 1) * 8;
       if (r >= m || c >= n) continue;
-      if (WIDE)
-        static_cast<float*>(y)[(long long)r * n + c] = value[i];
+      if (c < wide)
+        sums[(long long)r * wide + c] = value[i];
       else
-        static_cast<u16*>(y)[(long long)r * n + c] = pack_bf16(value[i], 0.0f);
+        rounded[(long long)r * (n - wide) + c - wide] = pack_bf16(value[i], 0.0f);
     }
   }
   if (SPLIT > 1) cluster_wait_for_readers();

@@ -3,6 +3,9 @@
 #include "common.cuh"
 
 constexpr int kLanes = (EXPERTS + 31) / 32;
+static_assert(TOP_K <= 32, "a lane each");
+
+__device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-x)); }
 
 // logits fp32 [tokens, EXPERTS], bias fp32 [EXPERTS]
 // counts int32 [tokens] or null: a token with count 0 is none, its experts are -1
@@ -15,41 +18,41 @@ extern "C" __global__ void __launch_bounds__(128)
   let_next_start();
   const int token = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (token >= tokens) return;
-  const float kNone = -__int_as_float(0x7f800000);
-  float score[kLanes], choice[kLanes];
+  // A choice as an integer in the order of floats; 0 is none: a NaN, or one that is taken.
+  u32 choice[kLanes];
 #pragma unroll
   for (int i = 0; i < kLanes; ++i) {
     const int e = i * 32 + lane;
-    score[i] = e < EXPERTS ? 1.0f / (1.0f + expf(-logits[(long long)token * EXPERTS + e])) : 0.0f;
-    choice[i] = e < EXPERTS ? score[i] + bias[e] : kNone;
+    choice[i] = 0;
+    if (e < EXPERTS) {
+      const float value = sigmoid(logits[(long long)token * EXPERTS + e]) + bias[e];
+      const u32 bits = __float_as_uint(value);
+      if (value == value) choice[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
+    }
   }
-  float chosen[TOP_K], sum = 0.0f;
-  int expert[TOP_K];
+  int expert = EXPERTS;  // a lane's, of the first TOP_K
 #pragma unroll
   for (int k = 0; k < TOP_K; ++k) {
-    float best = kNone, its_score = 0.0f;
-    int id = EXPERTS;
+    u32 best = choice[0];
+#pragma unroll
+    for (int i = 1; i < kLanes; ++i) best = max(best, choice[i]);
+    best = __reduce_max_sync(~0u, best);
+    u32 id = EXPERTS;
+#pragma unroll
+    for (int i = kLanes - 1; i >= 0; --i)
+      if (choice[i] == best) id = i * 32 + lane;
+    id = best ? __reduce_min_sync(~0u, id) : EXPERTS;
+    if (lane == k) expert = id;
 #pragma unroll
     for (int i = 0; i < kLanes; ++i)
-      if (choice[i] > best) best = choice[i], its_score = score[i], id = i * 32 + lane;
-#pragma unroll
-    for (int d = 16; d; d /= 2) {
-      const float other = __shfl_xor_sync(~0u, best, d);
-      const float other_score = __shfl_xor_sync(~0u, its_score, d);
-      const int other_id = __shfl_xor_sync(~0u, id, d);
-      if (other > best || (other == best && other_id < id))
-        best = other, its_score = other_score, id = other_id;
-    }
-    chosen[k] = its_score, expert[k] = id, sum += its_score;
-#pragma unroll
-    for (int i = 0; i < kLanes; ++i)
-      if (i * 32 + lane == id) choice[i] = kNone;
+      if (i * 32 + lane == id) choice[i] = 0;
   }
-  const float scale = factor / (sum + 1e-20f);
+  float score = expert < EXPERTS ? sigmoid(logits[(long long)token * EXPERTS + expert]) : 0.0f;
+  float sum = 0.0f;
 #pragma unroll
-  for (int k = 0; k < TOP_K; ++k)
-    if (lane == k) {
-      ids[token * TOP_K + k] = counts && counts[token] == 0 ? -1 : expert[k];
-      weights[token * TOP_K + k] = chosen[k] * scale;
-    }
+  for (int k = 0; k < TOP_K; ++k) sum += __shfl_sync(~0u, score, k);
+  const float scale = factor / (sum + 1e-20f);
+  if (lane >= TOP_K) return;
+  ids[token * TOP_K + lane] = counts && counts[token] == 0 ? -1 : expert;
+  weights[token * TOP_K + lane] = score * scale;
 }

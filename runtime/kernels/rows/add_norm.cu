@@ -22,6 +22,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     rows_add_norm(const u16* x, const float* sums, int ranks, const u16* weight, float epsilon,
                   u16* total, u16* normed, const u64* peers, int rank, int most, u32* epochs) {
   let_next_start();
+  uint4 factors[kEach];  // of the norm: asked for ahead of the wait
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int k = (j * kThreads + threadIdx.x) * 8;
+    if (k < SIZE) factors[j] = *reinterpret_cast<const uint4*>(weight + k);
+  }
   wait_for_previous();
   const long long row = (long long)blockIdx.x * SIZE, all = (long long)gridDim.x * SIZE;
   const float* others = nullptr;
@@ -68,8 +74,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kEach; ++j) {
     const int k = (j * kThreads + threadIdx.x) * 8;
     if (k >= SIZE) continue;
-    const uint4 q = *reinterpret_cast<const uint4*>(weight + k);
-    const u32 pair[4] = {q.x, q.y, q.z, q.w};
+    const u32 pair[4] = {factors[j].x, factors[j].y, factors[j].z, factors[j].w};
     u32 out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)

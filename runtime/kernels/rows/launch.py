@@ -24,11 +24,6 @@ def peer_bytes(ranks: int, most: int, size: int) -> int:
     return 2 * ranks * most * size * 4 + most * ranks * 4
 
 
-def peer_flags(memory: Tensor, ranks: int, most: int) -> Tensor:
-    """Where, in a rank's memory (bytes), the others raise their flags: int32 [most, ranks]."""
-    return memory.view(torch.int32)[-most * ranks :].view(most, ranks)
-
-
 def embed(tokens: Tensor, table: Tensor, first: int, out: Tensor) -> None:
     """Rows of table bf16 [n, D], the tokens from `first` on, into out [T, D], bf16 or float32;
     zeros for others."""

@@ -94,6 +94,8 @@ def results(ops: Any, put: Any, get: Any, given: Inputs) -> dict[str, NDArray[An
     parts = [ops.matrix(*(given.weight(n, c.hidden) for n in sizes)) for sizes in ((96, 40), (72,))]
     out["linear"] = get(ops.linear(put(x, "activations"), parts[0]))
     out["sums"] = get(ops.sums(put(x, "activations"), parts[1]))
+    both = ops.sums_linear(put(x, "activations"), parts[0], 96)
+    out["sums_linear.sums"], out["sums_linear.linear"] = map(get, both)
     norm = Norm(ops.vector(given.weight(c.hidden)), 1e-5)
     for name, residual in (("add_norm", put(sums, "sums")), ("norm", None)):
         for part, value in enumerate(ops.add_norm(put(x, "activations"), residual, norm)):

@@ -37,7 +37,6 @@ from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.dflash_config import DrafterConfig
 from kconvert.runtime.kernels import nvrtc
 from kconvert.runtime.kernels.moe.launch import MoeWeights
-from kconvert.runtime.kernels.rows.launch import Peers, peer_bytes, peer_flags
 from kconvert.runtime.kernels.tree import launch as tree
 from kconvert.runtime.model import Model
 
@@ -131,19 +130,11 @@ def test_what_does_not_divide(size) -> None:
 # ---- ranks that are not there
 
 
-def test_absent_ranks_bring_zeros_and_never_keep_one_waiting() -> None:
+def test_a_rank_without_the_others_has_its_part_and_its_own_sums() -> None:
     ranks = StandIn.around(Ranks(), 4)
     part = torch.arange(6.0).view(2, 3)
-    assert torch.equal(ranks.all_gather_tensor(part)[0], part)
-    assert not ranks.all_gather_tensor(part)[1:].any()
-    size = peer_bytes(4, 5, 8)
-    addresses, owner = ranks.shared_memory(size, "cpu")
-    assert len(set(addresses)) == 4 and all(address % 16 == 0 for address in addresses)
-    peers = Peers(torch.tensor(addresses), 0, 5, torch.zeros(5, dtype=torch.int32), owner)
-    ranks.answer(peers)
-    flags = peer_flags(owner[0], 4, 5)
-    assert not flags[:, 0].any() and (flags[:, 1:] == -1).all()  # as unsigned the greatest
-    assert not owner[0][: -4 * 4 * 5].any()
+    assert torch.equal(ranks.all_gather_tensor(part), part[None])
+    assert ranks.shared_memory(64, "cpu") is None
     assert ranks.broadcast(7) == 7 and ranks.rank_slice("rows", 8) == range(2)
 
 
@@ -238,8 +229,8 @@ def test_the_table_of_a_small_rank(pretended, monkeypatch) -> None:
     ]  # fmt: skip
     assert rows[1]["ms"] == 2.0 and rows[5]["tokens_per_second"] == 5000.0
     assert rows[0]["timeline"]["launches_a_layer"] == 1 + 6 and "timeline" not in rows[12]
-    sums = [m for m in pretended if m.kernel == "rows/add_norm" and m.arguments[7] is not None]
-    assert sums and all(launch.arguments[2] == 8 for launch in sums)  # exchanged as of 8 ranks
+    sums = [m for m in pretended if m.kernel == "rows/add_norm" and m.arguments[1] is not None]
+    assert sums and all(launch.arguments[2] == 1 for launch in sums)  # this rank's
     table = {
         "rank_of": 8, "shape": "small", "layers": 6, "card": "none", "date": "", "gpu_bytes": 0,
         "exchange": bench.exchange_text(8, 1), "rows": rows,
@@ -249,7 +240,7 @@ def test_the_table_of_a_small_rank(pretended, monkeypatch) -> None:
     }  # fmt: skip
     text = shape_text(table)
     assert len(text.splitlines()) == 5 + 24 + 12
-    assert "NOT THE SAME in b at 5" in text and "1 of 8 ranks present" in text
+    assert "NOT THE SAME in b at 5" in text and "1 of 8 ranks is there" in text
     assert "not told" not in text and "verify, 10 texts" in text
     assert shape_text({**table, "rows": [], "check": None}).endswith("not checked")
 
