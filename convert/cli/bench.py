@@ -171,6 +171,7 @@ def bench_load(
 
 _PROMPTS = 'A file of prompts: [{"token_ids": […]}, …].'
 Prompts = Annotated[Path, folder_argument(_PROMPTS)]
+Picture = Annotated[Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")]
 Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
 
@@ -186,9 +187,7 @@ def bench_decode(
     dtype: Dtype = None,
     device: Device = "auto",
     save: Save = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
-    ] = None,
+    picture: Picture = None,
     shape: Annotated[
         str | None, typer.Option(help="In place of a folder: a preset of `synth`, as k2.6.")
     ] = None,
@@ -221,10 +220,7 @@ def bench_decode(
     from kconvert.runtime.bench.decode import bench_decode as measure
     from kconvert.runtime.bench.prompts import read_prompts
 
-    if picture is not None and picture.suffix not in (".png", ".svg"):
-        raise typer.BadParameter(f"{picture} is neither .png nor .svg", param_hint="--picture")
-    if picture is not None and not picture.parent.is_dir():
-        raise typer.BadParameter(f"{picture.parent} is no folder here", param_hint="--picture")
+    _check_picture(picture)
     chosen = read_prompts(prompts, count)
     table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr, device)
     if table["rank"] != 0:
@@ -235,6 +231,13 @@ def bench_decode(
         from kconvert.runtime.bench.picture import decode_picture
 
         decode_picture(table, picture)
+
+
+def _check_picture(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"{path} is neither .png nor .svg", param_hint="--picture")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is no folder here", param_hint="--picture")
 
 
 def _decode_shape(
@@ -261,6 +264,29 @@ def _decode_shape(
         show(table, as_json, bench_text.shape_text, quiet=False)
     if table["check"] and not table["check"]["right"]:
         raise typer.Exit(1)
+
+
+@bench.command("projection")
+@explained
+def bench_projection(
+    shape: Annotated[Path, folder_argument("What bench decode --shape saved.")],
+    exchange: Annotated[Path, folder_argument("What bench exchange saved.")],
+    save: Save = None,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """PROJECTED tokens a second of eight GPUs by budget, from one rank's measured steps."""
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench.shape.projection import bench_projection as measure
+
+    _check_picture(picture)
+    table = measure(shape, exchange)
+    _keep(table, save)
+    show(table, as_json, bench_text.projection_text, quiet=False)
+    if picture is not None:
+        from kconvert.runtime.bench.picture import projection_picture
+
+        projection_picture(table, picture)
 
 
 @bench.command("exact")

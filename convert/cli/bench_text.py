@@ -260,6 +260,32 @@ def _step_line(row: dict[str, Any]) -> str:
     return f"{line} {row['ms']:>8.3f} {row['tokens_per_second']:>9.1f} {launches:>17}"
 
 
+def projection_text(table: dict[str, Any]) -> str:
+    """`bench projection` as tables, a machine each: a tree's rate as a range."""
+    from kconvert.runtime.bench.shape.projection import best, groups
+
+    lines = [f"PROJECTED, not measured, from {table['from']}, {table['context']} of context"]
+    last = None
+    for (machine, exchange, profile), rows in groups(table).items():
+        if machine != last:
+            budgets = "".join(f"{row['budget'] or 'ar':>11}" for row in rows)
+            lines.append(f"{machine + ', tokens/s by budget':<44}{budgets}  auto")
+            last = machine
+        cells = []
+        for row in rows:
+            low, high = row["tokens_per_second"]
+            cells.append(f"{low:.0f}" if low == high else f"{low:.0f}–{high:.0f}")
+        name = f"{profile}, exchange {exchange}"
+        chosen = best(rows)["budget"] or "ar"
+        lines.append(f"  {name:<42}" + "".join(f"{cell:>11}" for cell in cells) + f"  {chosen}")
+        if exchange == "two shots" and profile == list(table["profiles"])[-1]:
+            said = (
+                f"{name} {low}–{high}" for name, (low, high) in table["published"][machine].items()
+            )
+            lines.append(f"  published: {'; '.join(said)}")
+    return "\n".join(lines)
+
+
 def exact_text(table: dict[str, Any]) -> str:
     """`bench exact` in a line, or a line a difference; on a GPU another of how near the CPU is."""
     tokens = sum(row["tokens"] for row in table["rows"])

@@ -26,8 +26,8 @@ _ROOM = 16 << 30  # bytes beside the weights: caches of 32k tokens, work, graphs
 
 
 def open_rank(config: ModelConfig, size: int, here: Ranks, seed: int, device: Any) -> Engine:
-    """`here`'s rank of `size`; it exchanges with those that are processes. The drafter is one of z-lab's
-    sizes for such a target.
+    """`here`'s rank of `size`, which exchanges with those that are processes. The drafter is one of
+    z-lab's sizes for such a target.
 
     Raises UnsupportedError where the model does not divide, UnavailableError where the GPU's memory
     is too small.
