@@ -25,14 +25,6 @@ constexpr int kShared = kQueries > kWeights ? kQueries : kWeights;
 
 extern __shared__ __align__(128) char smem[];
 
-// The four 8 x 8 matrices at the lanes' addresses, each transposed.
-__device__ __forceinline__ void load_matrices_transposed(u32 addr, u32 (&r)[4]) {
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
-               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
-               : "r"(addr)
-               : "memory");
-}
-
 // A set of rows without the lowest `n` of them.
 __device__ __forceinline__ u32 without_first(u32 rows, int n) {
   for (int i = 0; i < n; ++i) rows &= rows - 1;
