@@ -117,13 +117,13 @@ class Model:
     def _mlp(self, h: Array, mlp: Mlp) -> Array:
         """This rank's sums [T, D] of an MLP."""
         ops = self.backend
-        return ops.sums(ops.silu_mul(ops.linear(h, mlp.gate_up)), mlp.down)
+        return ops.sums(ops.gated(h, mlp.gate_up), mlp.down)
 
     def _moe(self, h: Array, moe: Moe, step: Step) -> Array:
         """This rank's sums [T, D] of the experts."""
         ops = self.backend
-        logits, gate_up = ops.sums_linear(h, moe.first, self.config.experts)  # [T, E], [T, 2N]
-        shared = None if moe.down is None else ops.sums(ops.silu_mul(gate_up), moe.down)
+        logits, act = ops.sums_gated(h, moe.first, self.config.experts)  # [T, E], [T, N]
+        shared = None if moe.down is None else ops.sums(act, moe.down)
         return ops.experts(h, ops.route(logits, moe.bias, step), moe.experts, shared)
 
     def head(self, hidden: Array) -> Array:

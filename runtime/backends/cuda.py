@@ -20,7 +20,7 @@ from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.ddtree import Tree
 from kconvert.runtime.filling.device import bits_of
 from kconvert.runtime.kernels.attention import launch as attention
-from kconvert.runtime.kernels.linear.launch import linear_into
+from kconvert.runtime.kernels.linear.launch import can_gate, linear_into
 from kconvert.runtime.kernels.moe import launch as moe
 from kconvert.runtime.kernels.moe.shape import MoeShape
 from kconvert.runtime.kernels.rows import launch as rowwise
@@ -175,12 +175,22 @@ class CudaBackend:
     def sums(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._product(x, weight, torch.float32)
 
-    def sums_linear(self, x: Tensor, weight: Tensor, sums: int) -> Pair:
-        m, n = len(x), len(weight)
-        wide = torch.empty(m, sums, dtype=torch.float32, device=self.device)
-        rest = torch.empty(m, n - sums, dtype=torch.bfloat16, device=self.device)
-        linear_into(x, weight, wide, rest)
-        return wide, rest
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        size = len(weight) // 2
+        if not can_gate(0, size):
+            return rowwise.silu_mul(self.linear(x, weight))
+        out = torch.empty(len(x), size, dtype=torch.bfloat16, device=self.device)
+        linear_into(x, weight, out, gated=True)
+        return out
+
+    def sums_gated(self, x: Tensor, weight: Tensor, sums: int) -> Pair:
+        size = (len(weight) - sums) // 2
+        if not can_gate(sums, size):
+            return self.sums(x, weight[:sums]), self.gated(x, weight[sums:])
+        wide = torch.empty(len(x), sums, dtype=torch.float32, device=self.device)
+        out = torch.empty(len(x), size, dtype=torch.bfloat16, device=self.device)
+        linear_into(x, weight, wide, out, gated=True)
+        return wide, out
 
     def _product(self, x: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
         out = torch.empty(len(x), len(weight), dtype=kind, device=self.device)
@@ -219,9 +229,6 @@ class CudaBackend:
 
     def expand(self, context: Tensor, kv_b: Tensor) -> Tensor:
         return attention.expand(context, kv_b, self.shape)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return rowwise.silu_mul(gate_up)
 
     def route(self, logits: Tensor, bias: Tensor, step: StepRows) -> Pair:
         rows, k = len(logits), self.config.top_k

@@ -7,7 +7,6 @@ from torch import Tensor
 
 from kconvert.runtime.kernels.gpu import launch
 
-
 _LINES, _SPLITS = 64, 8  # rows of heads a block of attend has, and blocks that share the keys
 
 

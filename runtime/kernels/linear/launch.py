@@ -15,23 +15,35 @@ def defines(n: int, k: int, plan: Tiles) -> dict[str, int]:
     }  # fmt: skip
 
 
-def linear_into(x: Tensor, weight: Tensor, out: Tensor, rest: Tensor | None = None) -> None:
+def can_gate(sums: int, gated: int) -> bool:
+    """Whether SiLU(gate) · up can be made of `gated` columns each, behind `sums` others: a tile of
+    16 columns is 8 of gate and 8 of up."""
+    return sums % 32 == 0 and gated % 8 == 0
+
+
+def linear_into(
+    x: Tensor, weight: Tensor, out: Tensor, rest: Tensor | None = None, gated: bool = False
+) -> None:
     """x bf16 [M, K] times the transpose of weight bf16 [N, K], into out [M, N]: float32 sums, or
-    rounded to bf16. With `rest` out has the first columns, float32, and rest bf16 the others.
-    Raises ValueError where an argument is not what the kernel takes."""
+    rounded to bf16. With `rest` out has the first columns, float32, and rest bf16 the others. If
+    `gated` what is bf16 is SiLU(gate) · up, half as many columns, of the weight's rows of gate and
+    then of up, both rounded before. Raises ValueError where an argument is not what the kernel
+    takes."""
     (m, k), n = x.shape, weight.shape[0]
-    outs = [out] if rest is None else [out, rest]
-    sizes = weight.shape == (n, k) and sum(a.shape[1] for a in outs) == n
+    wide, rounded = (out, rest) if out.dtype == torch.float32 else (None, out)
+    sums, last = (0 if a is None else a.shape[1] for a in (wide, rounded))
+    outs = [a for a in (wide, rounded) if a is not None]
+    sizes = weight.shape == (n, k) and sums + last * (1 + gated) == n
     sizes = sizes and all(len(a) == m and a.is_contiguous() for a in (x, *outs))
-    if not sizes or k % STEP or not weight.is_contiguous():
+    odd = k % STEP or (gated and not can_gate(sums, last))
+    if not sizes or odd or not weight.is_contiguous():
         into = " and ".join(str(list(a.shape)) for a in outs)
         raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {into}")
-    wide, rounded = (out, rest) if out.dtype == torch.float32 else (None, out)
     plan = tiles(n, k, m, gpu(x.device.index))
     macros = defines(n, k, plan)
     launch(
         "linear/linear", macros, plan.grid(n, m), CHUNKS * plan.warps_n * 32,
-        (x, weight, wide, rounded, 0 if wide is None else wide.shape[1], m, n, k),
+        (x, weight, wide, rounded, sums, last if gated else 0, m, n, k),
         shared=plan.shared, cluster=macros["SPLIT"],
     )  # fmt: skip
 

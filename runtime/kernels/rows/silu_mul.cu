@@ -1,9 +1,5 @@
 // SiLU(gate) * up of rows [gate | up], rounded.
-#include "common.cuh"
-
-__device__ __forceinline__ float silu_mul(float gate, float up) {
-  return __fdividef(gate, 1.0f + __expf(-gate)) * up;
-}
+#include "rows/silu.cuh"
 
 // gate_up bf16 [rows, 2 size];  out bf16 [rows, size];  size a multiple of 8
 // grid (rows, ceil(size / 1024)) x 128

@@ -111,7 +111,7 @@ def test_small_kernels(kernel, arch):
 
 
 # rows -> registers of a linear product [2112, 7168] on each GPU
-LINEAR = {1: (64, 56, 56), 16: (80, 62, 62), 33: (144, 125, 126), 65: (246, 134, 126)}
+LINEAR = {1: (64, 56, 56), 16: (80, 64, 64), 33: (140, 128, 128), 65: (254, 160, 128)}
 
 
 @pytest.mark.parametrize("arch", GPUS)
