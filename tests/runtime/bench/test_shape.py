@@ -30,7 +30,7 @@ from kconvert.runtime.bench.agreement import recorded
 from kconvert.runtime.bench.shape import bench, rank
 from kconvert.runtime.bench.shape.check import NEAR, _Chosen, layer_near, same_bits
 from kconvert.runtime.bench.shape.standin import StandIn
-from kconvert.runtime.bench.shape.weights import MadeUpBlobs
+from kconvert.runtime.bench.shape.weights import MadeUpBlobs, fill
 from kconvert.runtime.bench.timeline import summary
 from kconvert.runtime.config import ModelConfig, config_of
 from kconvert.runtime.distributed import Ranks
@@ -369,3 +369,12 @@ def test_decoders_are_the_engines() -> None:
     """What is measured is what users run: nothing of a step is another's."""
     own = {name for name in vars(rank.RankDecoder) if not name.startswith("__")}
     assert own & set(vars(CudaDecoder)) == {"_prefill", "unlike_tokens"}
+
+
+def test_made_up_codes_are_as_often_below_zero_as_above() -> None:
+    words = torch.empty(64, 1000, dtype=torch.int32)
+    fill(words, "w13_weight_packed", 0)
+    nibbles = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)]).long()
+    counts = torch.bincount(nibbles.flatten(), minlength=16) / nibbles.numel()
+    assert counts[0] == 0 and abs(counts[8] - 2 / 16) < 2e-3
+    assert abs((nibbles - 8).double().mean()) < 0.02
