@@ -17,7 +17,8 @@ constexpr int kWidth = C + R;
 constexpr int kLine = kWidth * 2 + 16;  // bytes; an odd number of 16: a matrix's rows lie in all banks
 constexpr int kWeightLine = kKeys * 2 + 16;
 constexpr int kScoreLine = kKeys + 4;
-constexpr int kColumns = C / 4;  // a warp's
+constexpr int kWarps = C % 64 ? 4 : 8, kThreads = kWarps * 32;
+constexpr int kColumns = C / kWarps;  // a warp's
 constexpr int kTileRows = 16 % HEADS ? 1 : 16 / HEADS;  // rows that an MMA has room for
 // Queries, and once scores are made, in their place, weights: high halves, then low ones.
 constexpr int kQueries = 16 * kLine, kWeights = 2 * 16 * kWeightLine;
@@ -31,13 +32,24 @@ __device__ __forceinline__ u32 without_first(u32 rows, int n) {
   return rows;
 }
 
+// A line of C + R values into shared memory by a warp; zeros for none.
+__device__ __forceinline__ void copy_line(u32 to, const u16* from) {
+#pragma unroll
+  for (int c = threadIdx.x & 31; c < kWidth / 8; c += 32) {
+    if (from)
+      copy16_shared(to + c * 16, from + c * 8);
+    else
+      store_shared_f4(to + c * 16, make_float4(0, 0, 0, 0));
+  }
+}
+
 // queries bf16 [rows, HEADS, C + R];  keys bf16 [slots, C + R]
 // positions, prefix, counts int32 [rows]: a row with count 0 reads nothing
 // windows int32 [rows, window];  parts fp32 [rows, most, HEADS, C]: sums, not yet divided
 // scales  fp32 [rows, most, HEADS, 2]: the greatest score, and the sum of weights
 // group   rows that may share keys, at most 32: no effect on any bit
-// grid (most, rows, ceil(HEADS / 16)) x 128
-extern "C" __global__ void __launch_bounds__(128)
+// grid (most, rows, ceil(HEADS / 16)) x 256, or 128 where C is no multiple of 64
+extern "C" __global__ void __launch_bounds__(kThreads)
     attention_attend(const u16* queries, const u16* keys, const int* positions, const int* prefix,
                      const int* counts, const int* windows, int window, float scale, int most,
                      int rows, int group, float* parts, float* scales) {
@@ -64,13 +76,11 @@ extern "C" __global__ void __launch_bounds__(128)
 
   const int begin = prefix[row];
   const int* slots = windows + (long long)row * window - begin;  // of position p: slots[p]
-  for (int i = threadIdx.x; i < kKeys * (kWidth / 8); i += 128) {
-    const int r = i / (kWidth / 8), c = i % (kWidth / 8), p = first + r;
-    const u32 to = smem_addr(key_lines) + r * kLine + c * 16;
-    if (r < count)
-      copy16_shared(to, keys + (long long)(p < begin ? p : slots[p]) * kWidth + c * 8);
-    else
-      store_shared_f4(to, make_float4(0, 0, 0, 0));
+#pragma unroll 4
+  for (int r = warp; r < kKeys; r += kWarps) {
+    const int p = first + r;
+    const long long slot = r < count ? (p < begin ? p : slots[p]) : -1;
+    copy_line(smem_addr(key_lines) + r * kLine, slot < 0 ? nullptr : keys + slot * kWidth);
   }
   for (; left; left = without_first(left, kTileRows)) {
     // The MMA's 16 lines are heads of one row, or all heads of several.
@@ -83,25 +93,25 @@ extern "C" __global__ void __launch_bounds__(128)
     auto place_of = [&](int line) {
       return ((long long)row_of(line) * most + part) * HEADS + head_of(line);
     };
-    for (int i = threadIdx.x; i < 16 * (kWidth / 8); i += 128) {
-      const int line = i / (kWidth / 8), c = i % (kWidth / 8), from = row_of(line);
-      const u32 to = smem_addr(query_lines) + line * kLine + c * 16;
-      if (from >= 0)
-        copy16_shared(to, queries + ((long long)from * HEADS + head_of(line)) * kWidth + c * 8);
-      else
-        store_shared_f4(to, make_float4(0, 0, 0, 0));
+    for (int line = warp; line < 16; line += kWarps) {
+      const long long from = (long long)row_of(line) * HEADS + head_of(line);
+      copy_line(smem_addr(query_lines) + line * kLine,
+                row_of(line) < 0 ? nullptr : queries + from * kWidth);
     }
     commit_copies();
     wait_copies<0>();
     __syncthreads();
 
-    // Scores of 16 lines x 64 keys: a warp has 16 keys.
+    // Scores of 16 lines x 64 keys: a warp has 16 keys and, of eight warps, half of C + R; the two
+    // halves are added, the first to the second.
+    constexpr int kHalves = kWarps / 4, kSteps = kWidth / 16;
+    const int half = warp / 4, keys16 = warp % 4 * 16;
     const u32 q_at = smem_addr(query_lines) + (lane & 15) * kLine + (lane >> 4) * 16;
-    const u32 k_at = smem_addr(key_lines) + (warp * 16 + (lane & 7) + ((lane >> 4) << 3)) * kLine +
+    const u32 k_at = smem_addr(key_lines) + (keys16 + (lane & 7) + ((lane >> 4) << 3)) * kLine +
                      ((lane >> 3) & 1) * 16;
     float4 score[2] = {};
-#pragma unroll 4
-    for (int k = 0; k < kWidth / 16; ++k) {
+#pragma unroll 6
+    for (int k = half * kSteps / kHalves; k < (half + 1) * kSteps / kHalves; ++k) {
       u32 a[4], b[4];
       load_matrices(q_at + k * 32, a);
       load_matrices(k_at + k * 32, b);
@@ -109,19 +119,26 @@ extern "C" __global__ void __launch_bounds__(128)
       mma(score[1], a, b[2], b[3]);
     }
 #pragma unroll
-    for (int t = 0; t < 2; ++t) {
-      const int column = warp * 16 + t * 8 + (lane & 3) * 2;
-      float* low = scores + (lane >> 2) * kScoreLine + column;
-      float* high = low + 8 * kScoreLine;
-      low[0] = score[t].x * scale, low[1] = score[t].y * scale;
-      high[0] = score[t].z * scale, high[1] = score[t].w * scale;
-    }
-    __syncthreads();
-
-    // A warp has four lines; a lane the keys `lane` and `lane` + 32.
+    for (int turn = kHalves - 1; turn >= 0; --turn) {
+      if (half == turn) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int line = warp * 4 + i;
+        for (int t = 0; t < 2; ++t) {
+          float* low = scores + (lane >> 2) * kScoreLine + keys16 + t * 8 + (lane & 3) * 2;
+          float* high = low + 8 * kScoreLine;
+          if (kHalves == 2 && turn == 0)
+            score[t] = add(score[t], make_float4(low[0], low[1], high[0], high[1]));
+          if (turn == 0) {
+            score[t].x *= scale, score[t].y *= scale, score[t].z *= scale, score[t].w *= scale;
+          }
+          low[0] = score[t].x, low[1] = score[t].y, high[0] = score[t].z, high[1] = score[t].w;
+        }
+      }
+      __syncthreads();
+    }
+
+    // A warp has some lines; a lane the keys `lane` and `lane` + 32.
+#pragma unroll
+    for (int line = warp; line < 16; line += kWarps) {
       float s[2], weight[2];
       const float none = -__int_as_float(0x7f800000);
 #pragma unroll

@@ -103,7 +103,8 @@ def attend(
         sums = torch.empty(rows, parts, heads, c, device=queries.device)
         scales = torch.empty(rows, parts, heads, 2, device=queries.device)
         launch(
-            "attention/attend", shape.macros["attend"], (parts, rows, -(-heads // 16)), 128,
+            "attention/attend", shape.macros["attend"], (parts, rows, -(-heads // 16)),
+            128 if c % 64 else 256,
             (queries[part], keys, positions[part], prefix[part], counts[part], windows[part],
              windows.shape[1], scale, parts, rows, sharing(rows, parts), sums, scales),
             shared=shape.shared,

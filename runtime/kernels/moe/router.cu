@@ -14,9 +14,12 @@ __device__ __forceinline__ float sigmoid(float x) { return 1.0f / (1.0f + expf(-
 extern "C" __global__ void __launch_bounds__(128)
     moe_router(const float* logits, const float* bias, const int* counts, int tokens, float factor,
                int* ids, float* weights) {
+  const int token = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
+  float more[kLanes];  // the bias: asked for ahead of the wait
+#pragma unroll
+  for (int i = 0; i < kLanes; ++i) more[i] = i * 32 + lane < EXPERTS ? bias[i * 32 + lane] : 0.0f;
   wait_for_previous();
   let_next_start();
-  const int token = blockIdx.x * 4 + (threadIdx.x >> 5), lane = threadIdx.x & 31;
   if (token >= tokens) return;
   // A choice as an integer in the order of floats; 0 is none: a NaN, or one that is taken.
   u32 choice[kLanes];
@@ -25,7 +28,7 @@ extern "C" __global__ void __launch_bounds__(128)
     const int e = i * 32 + lane;
     choice[i] = 0;
     if (e < EXPERTS) {
-      const float value = sigmoid(logits[(long long)token * EXPERTS + e]) + bias[e];
+      const float value = sigmoid(logits[(long long)token * EXPERTS + e]) + more[i];
       const u32 bits = __float_as_uint(value);
       if (value == value) choice[i] = bits >> 31 ? ~bits : bits | 0x80000000u;
     }
