@@ -198,6 +198,9 @@ def bench_decode(
     layers: Annotated[
         int | None, typer.Option(min=4, help="With --shape: only so many, to try it out.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --shape: only 1, 8, 16 and 33 rows of a text.")
+    ] = False,
     seed: Annotated[int, typer.Option(min=0, help="With --shape: of weights and tokens.")] = 0,
     as_json: Json = False,
 ) -> None:
@@ -213,7 +216,7 @@ def bench_decode(
     if shape is not None:
         if output is not None:
             raise typer.BadParameter("either a folder or --shape", param_hint="--shape")
-        _decode_shape(shape, rank_of, contexts, layers, seed, save, as_json)
+        _decode_shape(shape, rank_of, contexts, layers, quick, seed, save, as_json)
         return
     if output is None or drafter is None or prompts is None:
         raise typer.BadParameter("give OUTPUT, DRAFTER and PROMPTS, or --shape")
@@ -245,6 +248,7 @@ def _decode_shape(
     rank_of: int,
     contexts: str | None,
     layers: int | None,
+    quick: bool,
     seed: int,
     save: Path | None,
     as_json: bool,
@@ -257,7 +261,7 @@ def _decode_shape(
         raise typer.BadParameter(f"{name!r} is none of {', '.join(PRESETS)}", param_hint="--shape")
     chosen = numbers("--contexts", contexts) or CONTEXTS
     table = bench_shape(
-        name, PRESETS[name].config, rank_of, chosen, seed, layers, report=to_stderr,
+        name, PRESETS[name].config, rank_of, chosen, seed, layers, quick=quick, report=to_stderr,
         keep=lambda table: _keep(table, save if table["rank"] == 0 else None),
     )  # fmt: skip
     if table["rank"] == 0:

@@ -59,11 +59,12 @@ def bench_shape(
     seed: int = 0,
     layers: int | None = None,
     checked: Sequence[int] | None = None,
+    quick: bool = False,
     report: Report = print,
     keep: Keep = lambda _: None,
 ) -> dict[str, Any]:
     """A rank of `size` of the model that a parsed config.json describes, called `name`. Of torchrun
-    the processes are the first ranks, and exchange for real. `layers`: only so many. `checked`:
+    the processes are the first ranks, and exchange for real. `layers`: only so many. `quick`: see `measured`. `checked`:
     contexts whose bits are compared before anything is timed, if not given those of CHECKED that
     are measured; if anything is wrong nothing is. `keep` is given what is there with every new row.
 
@@ -108,7 +109,9 @@ def bench_shape(
             tell(str(found))
         result |= {"check": found, "gpu_bytes": gpu_bytes(), "rows": rows}
         keep(result)
-        for row in measured(engine, here, contexts, tell) if not found or found["right"] else ():
+        for row in (
+            measured(engine, here, contexts, tell, quick) if not found or found["right"] else ()
+        ):
             rows.append(row)
             keep(result | {"gpu_bytes": gpu_bytes()})
     return {**result, "gpu_bytes": gpu_bytes()}
@@ -122,16 +125,19 @@ def exchange_text(size: int, present: int) -> str:
 
 
 def measured(
-    engine: Engine, here: Ranks, contexts: Sequence[int], tell: Report
+    engine: Engine, here: Ranks, contexts: Sequence[int], tell: Report, quick: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Every row of the table, contexts rising, for the cache grows with them."""
+    """Every row of the table, contexts rising, for the cache grows with them; or, `quick`, only what
+    one text's first rows take."""
+    verified = VERIFIED[:3] if quick else VERIFIED
+    budgets = () if quick else BUDGETS
     read, begin = Read.of(engine), time.perf_counter()
     for context in sorted(contexts):
         first = context == min(contexts)
         made = itertools.chain(
             (_text(engine, context, "ar", 0, first) for _ in range(1)),
-            (_verified(engine, context, what, first) for what in VERIFIED),
-            (_text(engine, context, "ddtree", budget, first) for budget in BUDGETS),
+            (_verified(engine, context, what, first) for what in verified),
+            (_text(engine, context, "ddtree", budget, first) for budget in budgets),
         )
         for row in made:
             row |= read(row)

@@ -9,9 +9,10 @@
 #include "rows/exchange.cuh"
 #include "rows/reduce.cuh"
 
-// A group of 8 values a thread, for the largest sizes more: latency counts, there are few rows.
-constexpr int kThreads = SIZE / 8 >= 1024 ? 1024 : (SIZE / 8 + 31) / 32 * 32;
-constexpr int kEach = (SIZE / 8 + kThreads - 1) / kThreads;  // groups of 8 values a thread
+// So few threads that a block finds room beside the kernel before: what it asks for early is then
+// there when that ends.
+constexpr int kEach = (SIZE / 8 + 511) / 512;  // groups of 8 values a thread
+constexpr int kThreads = ((SIZE / 8 + kEach - 1) / kEach + 31) / 32 * 32;
 
 // x       bf16 [rows, SIZE] or null: nothing is added to
 // sums    fp32 [ranks, rows, SIZE];  ranks 0: none. With peers fp32 [rows, SIZE], this rank's
