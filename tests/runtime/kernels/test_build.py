@@ -46,11 +46,11 @@ SMALL["attention/merge"] |= {"WARPS": 16}
 # (kernel, rows a block) -> registers at most on sm_90a, sm_100a, sm_120a; 0 where it is not used
 REGISTERS = {
     ("moe/align", 0): (30, 44, 44),
-    ("moe/router", 0): (39, 40, 40),
+    ("moe/router", 0): (27, 24, 26),
     ("moe/combine", 0): (47, 48, 48),
     ("w4a16/rows", 0): (31, 32, 36),
     ("floor/read", 0): (29, 28, 32),
-    ("rows/add_norm", 0): (46, 42, 53),
+    ("rows/add_norm", 0): (60, 54, 70),
     ("rows/embed", 0): (30, 30, 34),
     ("rows/silu_mul", 0): (29, 28, 29),
     ("attention/store", 0): (38, 32, 35),
