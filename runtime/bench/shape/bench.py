@@ -128,8 +128,8 @@ def exchange_text(size: int, present: int) -> str:
 def measured(
     engine: Engine, here: Ranks, contexts: Sequence[int], tell: Report, quick: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Every row of the table, contexts rising, for the cache grows with them; `quick`: only 1, 8, 16
-    and 33 rows of a text."""
+    """Every row of the table, contexts rising, for the cache grows with them; `quick`: of one text
+    1, 8, 16 and 33 rows alone."""
     verified = VERIFIED[:3] if quick else VERIFIED
     budgets = () if quick else BUDGETS
     read, begin = Read.of(engine), time.perf_counter()
