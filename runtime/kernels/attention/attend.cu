@@ -9,7 +9,7 @@
 // Keys that are not there are zeros with weight zero: a slot that is not read may hold NaN. The
 // softmax's weights go to the tensor core as two bf16, which together hold 16 bits of each.
 //
-// Compile-time: HEADS, C (a multiple of 32), R; C + R a multiple of 16.
+// Compile-time: HEADS, C (a multiple of 64), R; C + R a multiple of 16.
 #include "common.cuh"
 
 constexpr int kKeys = 64;
@@ -17,7 +17,7 @@ constexpr int kWidth = C + R;
 constexpr int kLine = kWidth * 2 + 16;  // bytes; an odd number of 16: a matrix's rows lie in all banks
 constexpr int kWeightLine = kKeys * 2 + 16;
 constexpr int kScoreLine = kKeys + 4;
-constexpr int kWarps = C % 64 ? 4 : 8, kThreads = kWarps * 32;
+constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kColumns = C / kWarps;  // a warp's
 constexpr int kTileRows = 16 % HEADS ? 1 : 16 / HEADS;  // rows that an MMA has room for
 // Queries, and once scores are made, in their place, weights: high halves, then low ones.
@@ -48,7 +48,7 @@ __device__ __forceinline__ void copy_line(u32 to, const u16* from) {
 // windows int32 [rows, window];  parts fp32 [rows, most, HEADS, C]: sums, not yet divided
 // scales  fp32 [rows, most, HEADS, 2]: the greatest score, and the sum of weights
 // group   rows that may share keys, at most 32: no effect on any bit
-// grid (most, rows, ceil(HEADS / 16)) x 256, or 128 where C is no multiple of 64
+// grid (most, rows, ceil(HEADS / 16)) x 256
 extern "C" __global__ void __launch_bounds__(kThreads)
     attention_attend(const u16* queries, const u16* keys, const int* positions, const int* prefix,
                      const int* counts, const int* windows, int window, float scale, int most,
@@ -102,16 +102,16 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     wait_copies<0>();
     __syncthreads();
 
-    // Scores of 16 lines x 64 keys: a warp has 16 keys and, of eight warps, half of C + R; the two
-    // halves are added, the first to the second.
-    constexpr int kHalves = kWarps / 4, kSteps = kWidth / 16;
+    // Scores of 16 lines x 64 keys: a warp has 16 keys and half of C + R; the second half's sums
+    // wait for the first's.
+    constexpr int kSteps = kWidth / 16;
     const int half = warp / 4, keys16 = warp % 4 * 16;
     const u32 q_at = smem_addr(query_lines) + (lane & 15) * kLine + (lane >> 4) * 16;
     const u32 k_at = smem_addr(key_lines) + (keys16 + (lane & 7) + ((lane >> 4) << 3)) * kLine +
                      ((lane >> 3) & 1) * 16;
     float4 score[2] = {};
 #pragma unroll 6
-    for (int k = half * kSteps / kHalves; k < (half + 1) * kSteps / kHalves; ++k) {
+    for (int k = half * kSteps / 2; k < (half + 1) * kSteps / 2; ++k) {
       u32 a[4], b[4];
       load_matrices(q_at + k * 32, a);
       load_matrices(k_at + k * 32, b);
@@ -119,18 +119,18 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       mma(score[1], a, b[2], b[3]);
     }
 #pragma unroll
-    for (int turn = kHalves - 1; turn >= 0; --turn) {
+    for (int turn = 1; turn >= 0; --turn) {
       if (half == turn) {
 #pragma unroll
         for (int t = 0; t < 2; ++t) {
           float* low = scores + (lane >> 2) * kScoreLine + keys16 + t * 8 + (lane & 3) * 2;
           float* high = low + 8 * kScoreLine;
-          if (kHalves == 2 && turn == 0)
-            score[t] = add(score[t], make_float4(low[0], low[1], high[0], high[1]));
+          float4 v = score[t];
           if (turn == 0) {
-            score[t].x *= scale, score[t].y *= scale, score[t].z *= scale, score[t].w *= scale;
+            v = add(v, make_float4(low[0], low[1], high[0], high[1]));
+            v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
           }
-          low[0] = score[t].x, low[1] = score[t].y, high[0] = score[t].z, high[1] = score[t].w;
+          low[0] = v.x, low[1] = v.y, high[0] = v.z, high[1] = v.w;
         }
       }
       __syncthreads();

@@ -1,66 +1,66 @@
 // Queries into latent space: a head's NOPE values times the key rows of kv_b, and R values rotated.
-// A sum is one fp32 chain over NOPE. A block has 8 rows of one head and up to 64 columns, whose
-// weights it asks for before it waits.
+// A sum is one MMA chain over NOPE. A block has 64 columns of one head, whose weights it asks for
+// before it waits, and up to 40 rows.
 //
-// Compile-time: NOPE (a multiple of 4), VALUE, C (a multiple of 8), R, HEADS.
+// Compile-time: NOPE (a multiple of 32), VALUE, C (a multiple of 64), R (of 8), HEADS.
 #include "attention/rotate.cuh"
 
-constexpr int kRows = 8, kColumns = 64, kThreads = 128;
+constexpr int kRows = 40, kColumns = 64, kThreads = 128;  // a warp has 16 columns
 constexpr int kHead = NOPE + R;
+constexpr int kLine = NOPE * 2 + 16;  // bytes; an odd number of 16: a matrix's rows lie in all banks
 
 // q     bf16 [rows, HEADS, NOPE + R];  kv_b bf16 [HEADS, NOPE + VALUE, C]
 // out   bf16 [rows, HEADS, C + R];  positions int32 [rows];  cos, sin fp32 [positions, R/2]
-// grid  (HEADS, ceil(rows / 8), ceil(C / 64)) x 128: a warp two rows, a lane two columns
+// grid  (HEADS, ceil(rows / 40), C / 64) x 128
 extern "C" __global__ void __launch_bounds__(kThreads)
     attention_queries(const u16* q, const u16* kv_b, int rows, const int* positions,
                       const float* cos, const float* sin, u16* out) {
-  __shared__ __align__(16) u16 weights[NOPE][kColumns];
-  __shared__ __align__(16) float plain[kRows][NOPE];
+  __shared__ __align__(128) char weights[NOPE * kColumns * 2];
+  __shared__ __align__(16) char plain[kRows * kLine];
   let_next_start();
+  const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int head = blockIdx.x, first = blockIdx.y * kRows, here = min(kRows, rows - first);
-  const int column0 = blockIdx.z * kColumns;
-  const u16* w = kv_b + (long long)head * (NOPE + VALUE) * C + column0;
-  for (int i = threadIdx.x; i < NOPE * (kColumns / 8); i += kThreads) {
-    const int n = i / (kColumns / 8), c = i % (kColumns / 8) * 8;
-    if (column0 + c < C) copy16_shared(smem_addr(&weights[n][c]), w + (long long)n * C + c);
+  const u16* w = kv_b + (long long)head * (NOPE + VALUE) * C + blockIdx.z * kColumns;
+  // Lines of 128 bytes; the xor spreads the rows of a matrix over all banks.
+  auto weight_at = [&](int n, int chunk16) {
+    return smem_addr(weights) + n * 128 + ((chunk16 ^ (n & 7)) << 4);
+  };
+  for (int i = threadIdx.x; i < NOPE * 8; i += kThreads)
+    copy16_shared(weight_at(i / 8, i % 8), w + (long long)(i / 8) * C + i % 8 * 8);
+  wait_for_previous();
+  const int tiles = (here + 7) / 8;
+  for (int i = threadIdx.x; i < tiles * NOPE; i += kThreads) {
+    const int r = i / (NOPE / 8), n = i % (NOPE / 8) * 8;
+    const u32 to = smem_addr(plain) + r * kLine + n * 2;
+    if (r < here)
+      copy16_shared(to, q + ((long long)(first + r) * HEADS + head) * kHead + n);
+    else
+      store_shared_f4(to, make_float4(0, 0, 0, 0));
   }
   commit_copies();
-  wait_for_previous();
-  for (int i = threadIdx.x; i < kRows * NOPE / 2; i += kThreads) {
-    const int r = i / (NOPE / 2), n = i % (NOPE / 2);
-    u32 pair = 0;
-    if (r < here)
-      pair = reinterpret_cast<const u32*>(q + ((long long)(first + r) * HEADS + head) * kHead)[n];
-    plain[r][2 * n] = bf16_low(pair), plain[r][2 * n + 1] = bf16_high(pair);
-  }
   wait_copies<0>();
   __syncthreads();
-  const int lane = threadIdx.x & 31, row = (threadIdx.x >> 5) * 2, column = column0 + lane * 2;
-  if (row < here && column < C) {
-    float sum[2][2] = {};
-#pragma unroll 8
-    for (int n = 0; n < NOPE; n += 4) {
-      float value[2][4];
+  u32 a[NOPE / 16][4];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float4 v = *reinterpret_cast<const float4*>(&plain[row + r][n]);
-        value[r][0] = v.x, value[r][1] = v.y, value[r][2] = v.z, value[r][3] = v.w;
-      }
+  for (int k = 0; k < NOPE / 16; ++k)
+    load_matrices_transposed(
+        weight_at(k * 16 + (lane >> 4) * 8 + (lane & 7), warp * 2 + ((lane >> 3) & 1)), a[k]);
+  const int column = blockIdx.z * kColumns + warp * 16 + (lane & 3) * 2;
+  for (int t = 0; t < tiles; ++t) {
+    float4 sum = {};
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const u32 pair = *reinterpret_cast<const u32*>(&weights[n + i][lane * 2]);
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          sum[r][0] = fmaf(value[r][i], bf16_low(pair), sum[r][0]);
-          sum[r][1] = fmaf(value[r][i], bf16_high(pair), sum[r][1]);
-        }
-      }
+    for (int k = 0; k < NOPE / 16; k += 2) {
+      u32 b[4];
+      load_matrices(smem_addr(plain) + (t * 8 + (lane & 7)) * kLine + (k * 2 + (lane >> 3)) * 16, b);
+      mma(sum, a[k], b[0], b[1]);
+      mma(sum, a[k + 1], b[2], b[3]);
     }
-#pragma unroll
-    for (int r = 0; r < 2; ++r)
-      if (row + r < here)
-        *reinterpret_cast<u32*>(out + ((long long)(first + row + r) * HEADS + head) * (C + R) +
-                                column) = pack_bf16(sum[r][0], sum[r][1]);
+    const u32 low = transpose8x8(pack_bf16(sum.x, sum.y));
+    const u32 high = transpose8x8(pack_bf16(sum.z, sum.w));
+    const int row = t * 8 + (lane >> 2);
+    if (row >= here) continue;
+    u16* to = out + ((long long)(first + row) * HEADS + head) * (C + R) + column;
+    *reinterpret_cast<u32*>(to) = low, *reinterpret_cast<u32*>(to + 8) = high;
   }
   if (blockIdx.z) return;
   for (int i = threadIdx.x; i < here * (R / 2); i += kThreads) {

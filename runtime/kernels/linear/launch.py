@@ -39,12 +39,34 @@ def linear_into(
     if not sizes or odd or not weight.is_contiguous():
         into = " and ".join(str(list(a.shape)) for a in outs)
         raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {into}")
+    outs = (wide, rounded, sums, last if gated else 0)
+    _launch(x, weight, outs, (m, n, k), (k, 0, 0, 0))
+
+
+def linear_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """A product a head: x bf16 [M, H, K] times the transposes of weight bf16 [H, N, K], whose heads
+    may lie apart, into out bf16 [M, H, N]. Raises ValueError as `linear_into`."""
+    (m, heads, k), n = x.shape, weight.shape[1]
+    sizes = weight.shape == (heads, n, k) and out.shape == (m, heads, n)
+    if not sizes or k % STEP or not x.is_contiguous() or not out.is_contiguous():
+        raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {list(out.shape)}")
+    _launch(x, weight, (None, out, 0, 0), (m, n, k), (heads * k, k, weight.stride(0), n), heads)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    outs: tuple[Tensor | None, Tensor | None, int, int],
+    sizes: tuple[int, int, int],
+    strides: tuple[int, int, int, int],
+    heads: int = 1,
+) -> None:
+    m, n, k = sizes
     plan = tiles(n, k, m, gpu(x.device.index))
     macros = defines(n, k, plan)
     launch(
-        "linear/linear", macros, plan.grid(n, m), CHUNKS * plan.warps_n * 32,
-        (x, weight, wide, rounded, sums, last if gated else 0, m, n, k),
-        shared=plan.shared, cluster=macros["SPLIT"],
+        "linear/linear", macros, (*plan.grid(n, m), heads), CHUNKS * plan.warps_n * 32,
+        (x, weight, *outs, *sizes, *strides), shared=plan.shared, cluster=macros["SPLIT"],
     )  # fmt: skip
 
 

@@ -32,14 +32,15 @@ __device__ __forceinline__ void sync_chunk(int chunk) {
     asm volatile("bar.sync %0, %1;" ::"r"(chunk + 1), "n"(WARPS_N * 32) : "memory");
 }
 
-// x   bf16 [m, k], k a multiple of 64;  w bf16 [n, k]
+// x   bf16 [m, k], rows x_row apart, k a multiple of 64;  w bf16 [n, k]
 // sums fp32 [m, wide]: the first columns of y;  rounded bf16 [m, n - wide]: the others, or, where
 // gated is not 0, SiLU(gate) * up [m, gated] of w's rows wide .. wide + gated and the gated after
 // them: a tile is 8 columns of either
+// heads: as many products, x, w and rounded x_head, w_head and y_head further on for each
 // grid (ceil(n / (16 TILES WARPS_N)) clusters of SPLIT, ceil(m / (8 ROWS))), CHUNKS x WARPS_N warps
 extern "C" __global__ void __launch_bounds__(kThreads)
     linear_linear(const u16* x, const u16* w, float* sums, u16* rounded, int wide, int gated,
-                  int m, int n, int k) {
+                  int m, int n, int k, int x_row, int x_head, int w_head, int y_head) {
   let_next_start();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int chunk = warp % CHUNKS, side = warp / CHUNKS;
@@ -54,8 +55,11 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const bool gates = gated && n0 >= wide;
   const int w0 = gates ? wide + (n0 - wide) / 2 : n0;  // w's row of the first column
   const long long tile_rows = gates ? 8 : 16, half_rows = gates ? gated : 8;
+  w += (long long)blockIdx.z * w_head, x += (long long)blockIdx.z * x_head;
   const char* wp = reinterpret_cast<const char*>(w) + ((long long)(w0 + row4) * k + part * 8) * 2;
-  const char* xp = reinterpret_cast<const char*>(x) + ((long long)(m0 + row4) * k + part * 8) * 2;
+  const char* xp = reinterpret_cast<const char*>(x) + ((long long)(m0 + row4) * x_row + part * 8) * 2;
+
+  const int y_row = y_head ? y_head * gridDim.z : n - wide;
 
   auto fetch_weights = [&](u32 stage, int step) {
 #pragma unroll
@@ -69,7 +73,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int i = side; i < ROWS * 2; i += WARPS_N)
       if (m0 + i * 4 + row4 < m)
         copy16_shared(stage + WARPS_N * kWeights + line(i * 4 + row4, part),
-                      xp + ((long long)i * 4 * k + step * 64) * 2);
+                      xp + ((long long)i * 4 * x_row + step * 64) * 2);
   };
   // Weights do not depend on the kernel before: ask for them ahead of the wait.
 #pragma unroll
@@ -156,7 +160,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
       if (c < wide)
         sums[(long long)r * wide + c] = value[i];
       else
-        rounded[(long long)r * (n - wide) + c - wide] = pack_bf16(value[i], 0.0f);
+        rounded[(long long)r * y_row + blockIdx.z * y_head + c - wide] = pack_bf16(value[i], 0.0f);
     }
   }
   if (SPLIT > 1) cluster_wait_for_readers();
