@@ -55,10 +55,3 @@ def add_norm(
     )  # fmt: skip
     return (x if total is None else total), normed  # type: ignore[return-value]
 
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SiLU(gate) · up of bf16 [T, 2N] → bf16 [T, N]."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, size, dtype=torch.bfloat16, device=gate_up.device)
-    launch("rows/silu_mul", {}, (rows, -(-size // 1024)), 128, (gate_up, size, out))
-    return out

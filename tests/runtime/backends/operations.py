@@ -96,7 +96,7 @@ def results(ops: Any, put: Any, get: Any, given: Inputs) -> dict[str, NDArray[An
     out["sums"] = get(ops.sums(put(x, "activations"), parts[1]))
     gates = [
         ops.matrix(*(given.weight(n, c.hidden) for n in sizes))
-        for sizes in ((24, 24), (9, 9), (96, 24, 24), (64, 72, 72), (7, 16, 16))
+        for sizes in ((24, 24), (40, 40), (96, 24, 24), (64, 72, 72), (7, 16, 16))
     ]
     for i, weight in enumerate(gates[:2]):
         out[f"gated.{i}"] = get(ops.gated(put(x, "activations"), weight))
