@@ -1,7 +1,7 @@
 """ModelConfig: what config.json says of the forward pass (DeepSeek-V3 MLA + MoE)."""
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +38,16 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig
     the model asks for what this forward pass does not do, or for what is not known here.
     """
     whole = read_json(folder / CONFIG_NAME)
-    if family_of(whole) is not DeepSeekV3:
-        raise UnsupportedError(
-            f"{folder / CONFIG_NAME}: model_type is {text_config(whole).get('model_type')!r:.60},"
-            " the engine runs DeepSeek-V3-style models, Kimi K2's among them."
-        )
-    config, sizes = text_config(whole), read_sizes(whole)
+    _check_family(whole, folder / CONFIG_NAME)
     _refuse_unknown(whole, ignored_keys)
+    stop_tokens = _stop_tokens(folder, whole, text_config(whole))
+    return replace(config_of(whole), stop_tokens=stop_tokens)
+
+
+def config_of(whole: dict[str, Any]) -> ModelConfig:
+    """The model of a parsed config.json, without its stop tokens. Raises as `read_config` does."""
+    _check_family(whole, CONFIG_NAME)
+    config, sizes = text_config(whole), read_sizes(whole)
     same = {
         "num_key_value_heads": sizes.heads,
         "qk_head_dim": sizes.nope_dim + sizes.rope_dim,
@@ -74,8 +77,16 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig
         rope_theta=real(rope, "rope_theta", least=1.01),
         yarn=yarn,
         softmax_scale=(sizes.nope_dim + sizes.rope_dim) ** -0.5 * sharpening,
-        stop_tokens=_stop_tokens(folder, whole, config),
+        stop_tokens=frozenset(),
     )
+
+
+def _check_family(config: dict[str, Any], where: Path | str) -> None:
+    if family_of(config) is not DeepSeekV3:
+        raise UnsupportedError(
+            f"{where}: model_type is {text_config(config).get('model_type')!r:.60}, the engine runs"
+            " DeepSeek-V3-style models, Kimi K2's among them."
+        )
 
 
 def _refuse_unknown(config: dict[str, Any], ignored: Collection[str]) -> None:

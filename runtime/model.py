@@ -42,11 +42,12 @@ class Mlp(NamedTuple):
 
 
 class Moe(NamedTuple):
-    """A router [E, D] with its bias [E], and the routed experts; the shared one is an Mlp."""
+    """The router with its bias, the routed experts and, if there is one, the shared expert."""
 
-    router: Weight
-    bias: Weight
+    first: Weight  # [E + 2N, D]: the router, then the shared expert's gate and up
+    bias: Weight  # [E]
     experts: Weight
+    down: Weight | None  # [D, N], the shared expert's
 
 
 class Layer(NamedTuple):
@@ -60,7 +61,7 @@ class Layer(NamedTuple):
     output: Weight  # [D, H·v]
     mlp_norm: Norm
     moe: Moe | None
-    mlp: Mlp | None  # a dense layer's, or the shared expert
+    mlp: Mlp | None  # a dense layer's
 
 
 class _MlpWeights(TypedDict):
@@ -116,10 +117,7 @@ class Model:
             context = ops.attend(queries, step, keys)  # [T, H, C]
             values = ops.expand(context, layer.kv_b)  # [T, H·v]
             x, h = ops.add_norm(x, ops.sums(values, layer.output), layer.mlp_norm)
-            sums = self._mlp(h, layer.mlp) if layer.mlp else None  # [T, D]
-            if layer.moe:
-                routing = ops.route(ops.sums(h, layer.moe.router), layer.moe.bias, step)
-                sums = ops.experts(h, routing, layer.moe.experts, sums)
+            sums = self._moe(h, layer.moe, step) if layer.moe else self._mlp(h, layer.mlp)  # [T, D]
         x, h = ops.add_norm(x, sums, w.norm)
         outputs.append(x)  # outputs[i + 1] is layer i's, outputs[0] the embedding
         return h, [outputs[layer + 1] for layer in aux_layers]
@@ -127,7 +125,14 @@ class Model:
     def _mlp(self, h: Array, mlp: Mlp) -> Array:
         """This rank's sums [T, D] of an MLP."""
         ops = self.backend
-        return ops.sums(ops.silu_mul(ops.linear(h, mlp.gate_up)), mlp.down)
+        return ops.sums(ops.gated(h, mlp.gate_up), mlp.down)
+
+    def _moe(self, h: Array, moe: Moe, step: Step) -> Array:
+        """This rank's sums [T, D] of the experts."""
+        ops = self.backend
+        logits, act = ops.sums_gated(h, moe.first, self.config.experts)  # [T, E], [T, N]
+        shared = None if moe.down is None else ops.sums(act, moe.down)
+        return ops.experts(h, ops.route(logits, moe.bias, step), moe.experts, shared)
 
     def head(self, hidden: Array) -> Array:
         """This rank's columns of the float32 logits [T, V / n] of normed hidden rows [T, D]."""
@@ -180,23 +185,28 @@ class Model:
     def _mlp_weights(self, number: int, base: str) -> _MlpWeights:
         c, ops = self.config, self.backend
         if number < c.first_moe:
-            return {"moe": None, "mlp": self._dense(base, c.dense_intermediate)}
+            *gate_up, down = self._dense(base, c.dense_intermediate)
+            return {"moe": None, "mlp": Mlp(ops.matrix(*gate_up), ops.matrix(down))}
+        first, last = [self._get(f"{base}gate", c.experts, c.hidden)], None
+        if c.shared_experts:
+            size = c.moe_intermediate * c.shared_experts
+            *gate_up, down = self._dense(f"{base}shared_experts.", size)
+            first, last = first + gate_up, ops.matrix(down)
         moe = Moe(
-            router=ops.matrix(self._get(f"{base}gate", c.experts, c.hidden)),
+            first=ops.matrix(*first),
             bias=ops.vector(self.blobs.get(f"{base}gate.e_score_correction_bias", (c.experts,))),
             experts=ops.experts_of(BlobExperts(self.blobs, number, c.experts)),
+            down=last,
         )
-        if not c.shared_experts:
-            return {"moe": moe, "mlp": None}
-        shared = self._dense(f"{base}shared_experts.", c.moe_intermediate * c.shared_experts)
-        return {"moe": moe, "mlp": shared}
+        return {"moe": moe, "mlp": None}
 
-    def _dense(self, base: str, size: int) -> Mlp:
-        hidden, ops = self.config.hidden, self.backend
-        mine = ops.ranks.rank_slice("rows of an MLP", size)
+    def _dense(self, base: str, size: int) -> tuple[Source, Source, Source]:
+        """This rank's rows of gate and up, and columns of down."""
+        hidden = self.config.hidden
+        mine = self.backend.ranks.rank_slice("rows of an MLP", size)
         gate, up = (self._get(f"{base}{name}_proj", size, hidden) for name in ("gate", "up"))
         down = self.blobs.columns(f"{base}down_proj.weight", (hidden, size), mine)
-        return Mlp(ops.matrix(_part(gate, mine), _part(up, mine)), ops.matrix(down))
+        return _part(gate, mine), _part(up, mine), down
 
     def _get(self, name: str, n: int, k: int) -> Source:
         return self.blobs.get(f"{name}.weight", (n, k))

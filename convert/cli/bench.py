@@ -11,6 +11,7 @@ from kconvert.convert.cli.common import (
     Json,
     explained,
     folder_argument,
+    numbers,
     show,
     to_stderr,
 )
@@ -191,7 +192,9 @@ def bench_load(
     show(result, as_json, bench_text.load_text, quiet=False)
 
 
-Prompts = Annotated[Path, folder_argument('A file of prompts: [{"token_ids": […]}, …].', "PROMPTS")]
+_PROMPTS = 'A file of prompts: [{"token_ids": […]}, …].'
+Prompts = Annotated[Path, folder_argument(_PROMPTS, "PROMPTS")]
+Picture = Annotated[Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")]
 Count = Annotated[int | None, typer.Option(min=1, help="Only so many prompts.")]
 NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
 
@@ -199,31 +202,53 @@ NewTokens = Annotated[int, typer.Option(min=2, help="Tokens a prompt.")]
 @bench.command("decode")
 @explained
 def bench_decode(
-    output: Annotated[Path, folder_argument("A converted folder.")],
-    drafter: Annotated[Path, folder_argument("The folder of a DFlash drafter.", "DRAFTER")],
-    prompts: Prompts,
+    output: Annotated[Path | None, folder_argument("A converted folder.")] = None,
+    drafter: Annotated[
+        Path | None, folder_argument("The folder of a DFlash drafter.", "DRAFTER")
+    ] = None,
+    prompts: Annotated[Path | None, folder_argument(_PROMPTS, "PROMPTS")] = None,
     count: Count = None,
     new_tokens: NewTokens = 128,
     dtype: Dtype = None,
     device: Device = "auto",
     save: Save = None,
-    picture: Annotated[
-        Path | None, typer.Option(help="Also draw it into this file, .png or .svg.")
+    picture: Picture = None,
+    shape: Annotated[
+        str | None, typer.Option(help="In place of a folder: a preset of `synth`, as k2.6.")
     ] = None,
+    rank_of: Annotated[int, typer.Option(min=1, help="With --shape: of how many ranks one.")] = 8,
+    contexts: Annotated[
+        str | None, typer.Option(metavar="LIST", help="With --shape: 1024,8192,32768.")
+    ] = None,
+    layers: Annotated[
+        int | None, typer.Option(min=4, help="With --shape: only so many, to try it out.")
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="With --shape: only 1, 8, 16 and 33 rows of a text.")
+    ] = False,
+    seed: Annotated[int, typer.Option(min=0, help="With --shape: of weights and tokens.")] = 0,
     as_json: Json = False,
 ) -> None:
     """ar, chains and trees of several budgets side by side.
 
     A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert bench decode …
+    With --shape: the step of one rank of a model's true size, its weights made up on the GPU; two
+    layers are first compared with float64, and the bits of all ways to run 16 tokens. Exits with 1
+    where anything differs. By torchrun the ranks that are there exchange for real.
     """
     from kconvert.convert.cli import bench_text
+
+    if shape is not None:
+        if output is not None:
+            raise typer.BadParameter("either a folder or --shape", param_hint="--shape")
+        _decode_shape(shape, rank_of, contexts, layers, quick, seed, save, as_json)
+        return
+    if output is None or drafter is None or prompts is None:
+        raise typer.BadParameter("give OUTPUT, DRAFTER and PROMPTS, or --shape")
     from kconvert.runtime.bench.decode import bench_decode as measure
     from kconvert.runtime.bench.prompts import read_prompts
 
-    if picture is not None and picture.suffix not in (".png", ".svg"):
-        raise typer.BadParameter(f"{picture} is neither .png nor .svg", param_hint="--picture")
-    if picture is not None and not picture.parent.is_dir():
-        raise typer.BadParameter(f"{picture.parent} is no folder here", param_hint="--picture")
+    _check_picture(picture)
     chosen = read_prompts(prompts, count)
     table = measure(output, drafter, chosen, new_tokens, dtype, to_stderr, device)
     if table["rank"] != 0:
@@ -234,6 +259,63 @@ def bench_decode(
         from kconvert.runtime.bench.picture import decode_picture
 
         decode_picture(table, picture)
+
+
+def _check_picture(path: Path | None) -> None:
+    if path is not None and path.suffix not in (".png", ".svg"):
+        raise typer.BadParameter(f"{path} is neither .png nor .svg", param_hint="--picture")
+    if path is not None and not path.parent.is_dir():
+        raise typer.BadParameter(f"{path.parent} is no folder here", param_hint="--picture")
+
+
+def _decode_shape(
+    name: str,
+    rank_of: int,
+    contexts: str | None,
+    layers: int | None,
+    quick: bool,
+    seed: int,
+    save: Path | None,
+    as_json: bool,
+) -> None:
+    from kconvert.convert.cli import bench_text
+    from kconvert.convert.synth.presets import PRESETS
+    from kconvert.runtime.bench.shape.bench import CONTEXTS, bench_shape
+
+    if name not in PRESETS:
+        raise typer.BadParameter(f"{name!r} is none of {', '.join(PRESETS)}", param_hint="--shape")
+    chosen = numbers("--contexts", contexts) or CONTEXTS
+    table = bench_shape(
+        name, PRESETS[name].config, rank_of, chosen, seed, layers, quick=quick, report=to_stderr,
+        keep=lambda table: _keep(table, save if table["rank"] == 0 else None),
+    )  # fmt: skip
+    if table["rank"] == 0:
+        show(table, as_json, bench_text.shape_text, quiet=False)
+    if table["check"] and not table["check"]["right"]:
+        raise typer.Exit(1)
+
+
+@bench.command("projection")
+@explained
+def bench_projection(
+    shape: Annotated[Path, folder_argument("What bench decode --shape saved.")],
+    exchange: Annotated[Path, folder_argument("What bench exchange saved.")],
+    save: Save = None,
+    picture: Picture = None,
+    as_json: Json = False,
+) -> None:
+    """PROJECTED tokens a second of eight GPUs by budget, from one rank's measured steps."""
+    from kconvert.convert.cli import bench_text
+    from kconvert.runtime.bench.shape.projection import bench_projection as measure
+
+    _check_picture(picture)
+    table = measure(shape, exchange)
+    _keep(table, save)
+    show(table, as_json, bench_text.projection_text, quiet=False)
+    if picture is not None:
+        from kconvert.runtime.bench.picture import projection_picture
+
+        projection_picture(table, picture)
 
 
 @bench.command("exact")

@@ -209,6 +209,93 @@ def _gpu_decode_text(table: dict[str, Any], title: str) -> str:
     return "\n".join(lines)
 
 
+def shape_text(table: dict[str, Any]) -> str:
+    """`bench decode --shape` as tables: steps, then where a step's time goes."""
+    lines = [
+        f"one rank of {table['rank_of']} of {table['shape']}, {table['layers']} layers, made up;"
+        f" {table['card']}, {table['date']}, GPU memory taken {table['gpu_bytes'] / 1e9:.1f} GB",
+        f"exchange: {table['exchange']}",
+        *_check_lines(table["check"]),
+    ]
+    if not table["rows"]:
+        return "\n".join(lines)
+    lines.append(
+        "context  step            rows experts (unlike)     GB       ms  tokens/s  launches a layer"
+    )
+    lines += [_step_line(row) for row in table["rows"]]
+    seen = [row for row in table["rows"] if row.get("timeline", {}).get("kernels")]
+    for row in seen:
+        kernels = list(row["timeline"]["kernels"].items())
+        total = sum(us for _, us in kernels)
+        parts = ", ".join(f"{name} {us / total:.0%}" for name, us in kernels[:8])
+        lines.append(f"{_step_name(row)}, {row['context']}: {parts}")
+    return "\n".join(lines)
+
+
+def _check_lines(found: dict[str, Any] | None) -> list[str]:
+    if found is None:
+        return ["not checked"]
+    layers = ", ".join(
+        f"layer {row['layer']} {row['largest']:.1e}"
+        + (f" ({row['tossed']} rows left out)" if row["tossed"] else "")
+        for row in found["layers"]
+    )
+    wrong = [row for row in found["bits"] if not row["same"]]
+    ways = sorted({row["way"] for row in found["bits"]})
+    contexts = sorted({row["context"] for row in found["bits"]})
+    return [
+        f"from float64, at most {found['near']:.0e}: {layers or 'not compared'}",
+        f"bits of 16 tokens through all layers, one by one, {', '.join(ways)}, contexts"
+        f" {', '.join(map(str, contexts))}: "
+        + (
+            "; ".join(f"NOT THE SAME in {row['way']} at {row['context']}" for row in wrong)
+            or "the same"
+        ),
+    ]
+
+
+def _step_name(row: dict[str, Any]) -> str:
+    if row["what"] == "verify":
+        return "verify" if row["texts"] == 1 else f"verify, {row['texts']} texts"
+    return row["what"] if row["what"] == "ar" else f"ddtree {row['budget']}"
+
+
+def _step_line(row: dict[str, Any]) -> str:
+    touched = f"{row['experts']:.0f} ({row['experts_expected']:.0f})" if "experts" in row else "–"
+    line = f"{row['context']:>7}  {_step_name(row):<16}{row.get('rows', '–'):>4} {touched:>16}"
+    line += f" {row['bytes'] / 1e9:>6.2f}" if "bytes" in row else f" {'–':>6}"
+    if row.get("collapsed"):
+        return f"{line}  routing collapsed: not told"
+    launches = row.get("timeline", {}).get("launches_a_layer", "")
+    return f"{line} {row['ms']:>8.3f} {row['tokens_per_second']:>9.1f} {launches:>17}"
+
+
+def projection_text(table: dict[str, Any]) -> str:
+    """`bench projection` as tables, a machine each: a tree's rate as a range."""
+    from kconvert.runtime.bench.shape.projection import best, groups
+
+    lines = [f"PROJECTED, not measured, from {table['from']}, {table['context']} of context"]
+    last = None
+    for (machine, exchange, profile), rows in groups(table).items():
+        if machine != last:
+            budgets = "".join(f"{row['budget'] or 'ar':>11}" for row in rows)
+            lines.append(f"{machine + ', tokens/s by budget':<44}{budgets}  auto")
+            last = machine
+        cells = []
+        for row in rows:
+            low, high = row["tokens_per_second"]
+            cells.append(f"{low:.0f}" if low == high else f"{low:.0f}–{high:.0f}")
+        name = f"{profile}, exchange {exchange}"
+        chosen = best(rows)["budget"] or "ar"
+        lines.append(f"  {name:<42}" + "".join(f"{cell:>11}" for cell in cells) + f"  {chosen}")
+        if exchange == "two shots" and profile == list(table["profiles"])[-1]:
+            said = (
+                f"{name} {low}–{high}" for name, (low, high) in table["published"][machine].items()
+            )
+            lines.append(f"  published: {'; '.join(said)}")
+    return "\n".join(lines)
+
+
 def exact_text(table: dict[str, Any]) -> str:
     """`bench exact` in a line, or a line a difference; on a GPU another of how near the CPU is."""
     tokens = sum(row["tokens"] for row in table["rows"])

@@ -69,6 +69,13 @@ class CpuBackend:
     def sums(self, x: Array, weight: Matrix) -> Array:
         return self._linear(x, weight, False)
 
+    def gated(self, x: Array, weight: Matrix) -> Array:
+        return self.silu_mul(self.linear(x, weight))
+
+    def sums_gated(self, x: Array, weight: Matrix, sums: int) -> tuple[Array, Array]:
+        assert len(weight[0]) == sums
+        return self.sums(x, weight[:1]), self.gated(x, weight[1:])
+
     def _linear(self, x: Array, weight: Matrix, bf16: bool) -> Array:
         out = np.empty((len(x), sum(len(part) for part in weight)), np.float32)
         first = 0
@@ -125,6 +132,7 @@ class CpuBackend:
         return kv_b[0].reshape(-1, c.nope_dim + c.value_dim, c.kv_lora)
 
     def silu_mul(self, gate_up: Array) -> Array:
+        """SiLU(gate) · up of [T, gate N | up N]: activations [T, N]."""
         out = np.empty((len(gate_up), gate_up.shape[1] // 2), np.float32)
         loops.silu_mul(gate_up, self._bf16, out)
         return out

@@ -26,9 +26,8 @@ from kconvert.runtime.config import ModelConfig
 from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.ddtree import Tree
 from kconvert.runtime.filling.device import bits_of
-from kconvert.runtime.filling.unread import Unread
 from kconvert.runtime.kernels.attention import launch as attention
-from kconvert.runtime.kernels.linear.launch import linear_into
+from kconvert.runtime.kernels.linear.launch import can_gate, linear_into
 from kconvert.runtime.kernels.moe import launch as moe
 from kconvert.runtime.kernels.moe.shape import MoeShape
 from kconvert.runtime.kernels.rows import launch as rowwise
@@ -103,17 +102,17 @@ class CudaBackend:
         return vector
 
     def _fill(self, target: Tensor, values: Source) -> None:
-        """With an array at once, or with what a filler brings."""
+        """With an array at once, or with what brings itself (filling/unread.py)."""
         if values.dtype.itemsize != target.element_size():
             raise UnsupportedError(
                 f"a weight {list(values.shape)} is {values.dtype}: the GPU's kernels take BF16;"
                 " run it with --device cpu."
             )
-        if isinstance(values, Unread):
-            values.into(bits_of(target))
-        else:
+        if isinstance(values, np.ndarray):
             signed = np.array(values).view(f"i{values.dtype.itemsize}")
             target.view(_SIGNED[signed.itemsize]).copy_(torch.from_numpy(signed))
+        else:
+            values.into(bits_of(target))
 
     def experts_of(self, source: ExpertSource) -> Experts:
         """As the rank's file has them: one piece of memory, four views."""
@@ -189,6 +188,20 @@ class CudaBackend:
     def sums(self, x: Tensor, weight: Tensor) -> Tensor:
         return self._product(x, weight, torch.float32)
 
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        out = torch.empty(len(x), len(weight) // 2, dtype=torch.bfloat16, device=self.device)
+        linear_into(x, weight, out, gated=True)
+        return out
+
+    def sums_gated(self, x: Tensor, weight: Tensor, sums: int) -> Pair:
+        size = (len(weight) - sums) // 2
+        if not can_gate(sums, size):
+            return self.sums(x, weight[:sums]), self.gated(x, weight[sums:])
+        wide = torch.empty(len(x), sums, dtype=torch.float32, device=self.device)
+        out = torch.empty(len(x), size, dtype=torch.bfloat16, device=self.device)
+        linear_into(x, weight, wide, out, gated=True)
+        return wide, out
+
     def _product(self, x: Tensor, weight: Tensor, kind: torch.dtype) -> Tensor:
         out = torch.empty(len(x), len(weight), dtype=kind, device=self.device)
         linear_into(x, weight, out)
@@ -226,9 +239,6 @@ class CudaBackend:
 
     def expand(self, context: Tensor, kv_b: Tensor) -> Tensor:
         return attention.expand(context, kv_b, self.shape)
-
-    def silu_mul(self, gate_up: Tensor) -> Tensor:
-        return rowwise.silu_mul(gate_up)
 
     def route(self, logits: Tensor, bias: Tensor, step: StepRows) -> Pair:
         rows, k = len(logits), self.config.top_k

@@ -2,7 +2,7 @@
 host. Committed tokens come through a ring in pinned memory; the host launches one step ahead."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -153,10 +153,13 @@ class CudaDecoder:
         else:
             self._options.zero_()
 
-    def _prefill(self, prompt: NDArray[np.int64], at_once: int, drafts: bool) -> Tensor:
-        """Run the prompt and choose the first token; the logits [1, V / ranks] of that."""
+    def _prefill(
+        self, prompt: NDArray[np.int64], at_once: int, drafts: bool, first: int = 0
+    ) -> Tensor:
+        """Run the prompt from position `first` on and choose the token behind it; the logits
+        [1, V / ranks] of that."""
         aux = self.drafter.config.target_layer_ids if drafts and self.drafter else ()
-        for begin in range(0, len(prompt), at_once):
+        for begin in range(first, len(prompt), at_once):
             step = self._ops.sequence(prompt[begin : begin + at_once], begin)
             hidden, features = self.model.forward(step, self._cache, aux)
             if drafts and self.drafter:
@@ -261,17 +264,21 @@ class CudaDecoder:
         wrong = torch.cat([~finite[:start], ~nan]).nonzero()
         return int(wrong[0]) if len(wrong) else None
 
+    def unlike_tokens(self, count: int) -> NDArray[np.int64]:
+        """Tokens that go to unlike experts, as a tree's do."""
+        return np.random.default_rng(0).integers(self.model.config.vocabulary, size=count)
+
     def measure(self) -> CostCurve:
         """Seconds of a step by its rows, and of a draft; `auto` cuts trees by them."""
         self._reserve(4 * BUCKETS[-1])
-        tokens = np.random.default_rng(0).integers(self.model.config.vocabulary, size=BUCKETS[-1])
+        tokens = self.unlike_tokens(BUCKETS[-1])
         points = []
         for rows in BUCKETS:
             step = self._ops.sequence(tokens[:rows], BUCKETS[-1])
             run = lambda step=step: self.model.head(self.model.forward(step, self._cache)[0])  # noqa: E731
-            points.append((rows, _seconds(run, self._ops.device)))
+            points.append((rows, seconds_of(captured(run, self._ops.device))))
         self._state.zero_()
-        draft = _seconds(lambda: self.drafter.draft(self._state), self._ops.device)  # type: ignore[union-attr]
+        draft = seconds_of(captured(lambda: self.drafter.draft(self._state), self._ops.device))  # type: ignore[union-attr]
         # Clocks differ: what rank 0 found is everybody's, for all must cut the same trees.
         points, draft = self._ops.ranks.broadcast((points, draft))
         curve = CostCurve.measured(points)
@@ -288,13 +295,18 @@ def bucket_of(rows: int) -> int:
     return next((bucket for bucket in BUCKETS if bucket >= rows), BUCKETS[-1])
 
 
-def _seconds(run, device: torch.device, repeats: int = 20) -> float:  # type: ignore[no-untyped-def]
-    """One call's inside a graph, the median."""
+def captured(run: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
+    """One call as a graph."""
     run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, capture_error_mode="thread_local"):
         run()
+    return graph
+
+
+def seconds_of(graph: torch.cuda.CUDAGraph, repeats: int = 20) -> float:
+    """Of a replay, the median."""
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

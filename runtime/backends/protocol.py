@@ -111,6 +111,13 @@ class Backend(Protocol):
     def sums(self, x: Array, weight: Weight) -> Array:
         """The same as sums [T, N], not rounded."""
 
+    def gated(self, x: Array, weight: Weight) -> Array:
+        """SiLU(gate) · up of `linear` by a weight [gate N | up N, K]: activations [T, N]."""
+
+    def sums_gated(self, x: Array, weight: Weight, sums: int) -> tuple[Array, Array]:
+        """`sums` of the weight's first `sums` rows, a `matrix`'s first part, and `gated` of the
+        others: [T, sums] and activations [T, N]."""
+
     def add_norm(self, x: Array, sums: Array | None, norm: Norm) -> tuple[Array, Array]:
         """x + the ranks' sums [T, D], added in rank order, and that normed: activations [T, D]."""
 
@@ -127,9 +134,6 @@ class Backend(Protocol):
 
     def expand(self, context: Array, kv_b: Weight) -> Array:
         """Attended latents times the value rows of kv_b: activations [T, H·v]."""
-
-    def silu_mul(self, gate_up: Array) -> Array:
-        """SiLU(gate) · up of [T, gate N | up N]: activations [T, N]."""
 
     def route(self, logits: Array, bias: Weight, step: Step) -> tuple[Array, Array]:
         """noaux_tc: the k experts of the greatest sigmoid(logit) + bias, best first, ties to the

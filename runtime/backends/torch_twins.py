@@ -101,6 +101,12 @@ class TwinBackend:
     def sums(self, x: Tensor, weight: Tensor) -> Tensor:
         return x.to(self._wide) @ weight.T
 
+    def gated(self, x: Tensor, weight: Tensor) -> Tensor:
+        return self.silu_mul(self.linear(x, weight))
+
+    def sums_gated(self, x: Tensor, weight: Tensor, sums: int) -> Pair:
+        return self.sums(x, weight[:sums]), self.gated(x, weight[sums:])
+
     def add_norm(self, x: Tensor, sums: Tensor | None, norm: Norm) -> Pair:
         if sums is not None:
             x = self._rounded(x.to(self._wide) + sums)

@@ -13,13 +13,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.runtime.engine import Engine
+from kconvert.runtime.model import Model
 
 NEAR = 3e-2  # of a row of logits, relative
 TOSS = 1e-2  # between scores of experts, sigmoids: a few roundings of bf16 below one
 MOST_TOSSES = 0.02  # of all positions
 
 
-class _Recorded:
+class Recorded:
     """A backend that keeps what its router was given and what it chose."""
 
     def __init__(self, backend: Any) -> None:
@@ -37,13 +38,14 @@ class _Recorded:
 
 
 @contextmanager
-def _recorded(engine: Engine) -> Iterator[_Recorded]:
-    whole = engine.model.backend
-    engine.model.backend = recorded = _Recorded(whole)
+def recorded(model: Model) -> Iterator[Recorded]:
+    """While it lasts, what the model's routers are given and choose."""
+    whole = model.backend
+    model.backend = kept = Recorded(whole)  # type: ignore[assignment]
     try:
-        yield recorded
+        yield kept
     finally:
-        engine.model.backend = whole
+        model.backend = whole
 
 
 def agreement(
@@ -59,16 +61,16 @@ def agreement(
         size = np.linalg.norm(wanted, axis=1)
         distances += (np.linalg.norm(found - wanted, axis=1) / size).tolist()
         for position in range(len(prompt)):
-            margin = _margin(mine, theirs, position)
-            tossed.append(margin is not None)
-            margins.append(margin or 0.0)
+            apart = margin(mine, theirs, position)
+            tossed.append(apart is not None)
+            margins.append(apart or 0.0)
     rest = np.array(distances)[~np.array(tossed)]
     return {
         "positions": len(distances),
         "tossed": sum(tossed),
         "tossed_share": sum(tossed) / len(tossed),
         "widest_margin": max(margins),
-        "unlike": sum(margin > TOSS for margin in margins),
+        "unlike": sum(apart > TOSS for apart in margins),
         "median": float(np.median(rest)),
         "largest": float(rest.max()),
         "further_than_near": int((rest > NEAR).sum()),
@@ -78,16 +80,16 @@ def agreement(
 def _run(engine: Engine, prompt: Sequence[int]) -> tuple[NDArray[np.float32], list[Any]]:
     """Logits [T, V], and of each layer with experts the scores [T, E] and the choices [T, k]."""
     config = engine.model.config
-    with _recorded(engine) as recorded:
+    with recorded(engine.model) as kept:
         logits = engine.logits(prompt)
     layers = config.layers - config.first_moe
     return logits, [
-        tuple(np.concatenate(parts) for parts in zip(*recorded.calls[i::layers], strict=True))
+        tuple(np.concatenate(parts) for parts in zip(*kept.calls[i::layers], strict=True))
         for i in range(layers)
     ]
 
 
-def _margin(mine: list[Any], theirs: list[Any], position: int) -> float | None:
+def margin(mine: list[Any], theirs: list[Any], position: int) -> float | None:
     """What lies between the experts that the two chose differently, by the other's scores, in the
     first layer where they did; None where they chose alike."""
     for (_, ids), (scores, others) in zip(mine, theirs, strict=True):

@@ -45,7 +45,7 @@ def bench_decode(
                 "every prompt's text ends with its first token, which leaves nothing to measure:"
                 " give other prompts."
             )
-        rows.append({"mode": mode, "budget": budget, **_summary(made)})
+        rows.append({"mode": mode, "budget": budget, **summary(made)})
         report(json.dumps(rows[-1]))
     if engine.device == "cuda":
         from kconvert.runtime.bench.timeline import timeline
@@ -63,14 +63,14 @@ def bench_decode(
         "date": time.strftime("%Y-%m-%d"),
         "dtype": engine.model.backend.dtype,
         "device": engine.device,
-        "gpu_bytes": _gpu_bytes() if engine.device == "cuda" else None,
+        "gpu_bytes": gpu_bytes() if engine.device == "cuda" else None,
         "prompts": len(prompts),
         "new_tokens": new_tokens,
         "rows": rows,
     }
 
 
-def _gpu_bytes() -> int:
+def gpu_bytes() -> int:
     """What this process has taken of the GPU's memory, weights and CUDA's own included."""
     import torch
 
@@ -78,7 +78,7 @@ def _gpu_bytes() -> int:
     return total - free
 
 
-def _summary(made: list[Generation]) -> dict[str, Any]:
+def summary(made: list[Generation]) -> dict[str, Any]:
     """Sums over prompts; the prompts' own forwards and time are left out."""
     parts: dict[str, float] = {}
     for generation in made:

@@ -319,8 +319,8 @@ def bench_moe(
         "card": torch.cuda.get_device_name(),
         "driver": _driver(),
         "date": datetime.now(UTC).date().isoformat(),
-        "versions": _versions([peer.package for peer in peers]),
-        "commit": _commit(),
+        "versions": versions_of([peer.package for peer in peers]),
+        "commit": commit_here(),
         "kernels": sources_digest()[:16],
         "method": f"CUDA graph of {LAYERS} layers x {ROUTINGS} routings, median of 25 replays",
         "seed": seed,
@@ -334,7 +334,7 @@ def bench_moe(
     return result
 
 
-def _versions(peers: Sequence[str]) -> dict[str, str]:
+def versions_of(peers: Sequence[str]) -> dict[str, str]:
     versions = {"torch": str(torch.__version__)}
     for package in ("cuda-core", "cuda-bindings", "nvidia-cuda-nvrtc", *peers):
         try:
@@ -351,7 +351,7 @@ def _driver() -> str:
     return _said(command).partition("\n")[0] or "unknown"
 
 
-def _commit() -> str:
+def commit_here() -> str:
     """The project's commit; not that of another repository which it happens to lie in."""
     here = Path(__file__)
     if not _said(["git", "-C", str(here.parent), "ls-files", here.name]):

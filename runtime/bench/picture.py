@@ -1,10 +1,13 @@
-"""The picture of `bench decode`: how deep drafts are accepted, and what that brings."""
+"""Pictures: of `bench decode`, how deep drafts are accepted and what that brings; of `bench
+projection`, rates by budget."""
 
 from pathlib import Path
 from typing import Any
 
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+
+from kconvert.runtime.bench.shape.projection import groups
 
 _LINES = (("chain", "o--"), ("ddtree", "s-"))
 
@@ -51,3 +54,27 @@ def _draw_rates(axes: Axes, rows: list[dict[str, Any]]) -> None:
     axes.set(title="rate", xlabel="budget, nodes", ylabel="tokens per second")
     axes.set_ylim(bottom=0)
     axes.legend(fontsize=7)
+
+
+def projection_picture(table: dict[str, Any], path: Path) -> None:
+    """Draw `bench projection`'s table into `path`: a picture a machine. Raises ValueError for a
+    suffix that matplotlib does not know."""
+    figure = Figure(figsize=(10, 4.5), layout="constrained")
+    for axes, machine in zip(figure.subplots(1, 2), table["machines"], strict=True):
+        for (name, exchange, profile), rows in groups(table).items():
+            if name != machine:
+                continue
+            budgets = [row["budget"] for row in rows]
+            low, high = zip(*(row["tokens_per_second"] for row in rows), strict=True)
+            style = "-" if exchange == "two shots" else "--"
+            label = f"{profile}, exchange {exchange}"
+            (line,) = axes.plot(budgets, low, style, marker="o", ms=3, lw=1, label=label)
+            axes.fill_between(budgets, low, high, color=line.get_color(), alpha=0.15)
+        for name, (low, high) in table["published"][machine].items():
+            axes.axhspan(low, high, color="gray", alpha=0.2)
+            axes.annotate(f"published: {name}", (1, high), fontsize=6, va="top")
+        axes.set(title=machine, xlabel="budget, nodes", ylabel="tokens per second")
+        axes.set_ylim(bottom=0)
+        axes.legend(fontsize=6)
+    figure.suptitle(f"PROJECTED, not measured, from one rank on {table['from']}", fontsize=10)
+    figure.savefig(path, dpi=110)

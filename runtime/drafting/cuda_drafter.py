@@ -107,7 +107,7 @@ class CudaDrafter:
             q = self._heads(ops.linear(h, layer.qkv), start, None, layer, cache)
             values = attend(q, cache, start, c.windows[i], c.causal[i], self._shape)
             x, h = self._add_norm(x, ops.sums(values, layer.output), layer.mlp_norm)
-            sums = ops.sums(ops.silu_mul(ops.linear(h, layer.gate_up)), layer.down)
+            sums = ops.sums(ops.gated(h, layer.gate_up), layer.down)
         _, h = self._add_norm(x, sums, self._norm)
         logits: Tensor = self._model.head(h[1:])
         return logits

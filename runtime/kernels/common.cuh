@@ -162,6 +162,13 @@ __device__ __forceinline__ void load_matrices(u32 addr, u32 (&r)[4]) {
                : "r"(addr)
                : "memory");
 }
+// The same, each transposed.
+__device__ __forceinline__ void load_matrices_transposed(u32 addr, u32 (&r)[4]) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+               : "r"(addr)
+               : "memory");
+}
 // Stores four 8 x 8 matrices transposed; lane l gives the address of row l%8 of matrix l/8.
 __device__ __forceinline__ void store_matrices_transposed(u32 addr, const u32 (&r)[4]) {
   asm volatile(

@@ -6,9 +6,11 @@ import torch
 from torch import Tensor
 
 from kconvert.runtime.kernels.gpu import launch
+from kconvert.runtime.kernels.linear.launch import linear_heads
 
 KEYS = 64  # of a part; the boundaries of the prefix's splits are multiples of it
-_WORKSPACE = 256 << 20  # bytes of parts at once
+_WORKSPACE = 640 << 20  # bytes of parts at once
+_BLOCKS = 512  # of attend that are worth having
 
 
 @dataclass(frozen=True)
@@ -24,10 +26,11 @@ class AttentionShape:
 
     def __post_init__(self) -> None:
         width = self.kv_lora + self.rope
-        if self.kv_lora % 32 or width % 16 or self.nope % 4 or self.q_lora % 8 or self.value % 8:
+        if self.kv_lora % 64 or width % 16 or self.nope % 32 or self.q_lora % 8 or self.value % 8:
             raise ValueError(
                 f"kv_lora {self.kv_lora}, rope {self.rope}, nope {self.nope}, value {self.value},"
-                f" q_lora {self.q_lora}: the kernels want multiples of 32, 16 with kv_lora, 4, 8, 8"
+                f" q_lora {self.q_lora}: the kernels want multiples of 64, 16 with kv_lora, 32, 8"
+                " and 8"
             )
 
     @property
@@ -39,7 +42,6 @@ class AttentionShape:
             "queries": {"HEADS": heads, "NOPE": self.nope, "VALUE": self.value, "C": c, "R": r},
             "attend": {"HEADS": heads, "C": c, "R": r},
             "merge": {"HEADS": heads, "C": c},
-            "expand": {"HEADS": heads, "NOPE": self.nope, "VALUE": self.value, "C": c},
         }
 
     @property
@@ -75,7 +77,7 @@ def queries(
     """q bf16 [T, H (nope + R)] → bf16 [T, H, C + R]."""
     rows, width = len(q), shape.kv_lora + shape.rope
     out = torch.empty(rows, shape.heads, width, dtype=torch.bfloat16, device=q.device)
-    grid = shape.heads, -(-rows // 8), -(-shape.kv_lora // 256)
+    grid = shape.heads, -(-rows // 40), shape.kv_lora // 64
     args = (q, kv_b, rows, positions, *tables, out)
     launch("attention/queries", shape.macros["queries"], grid, 128, args)
     return out
@@ -102,23 +104,33 @@ def attend(
         sums = torch.empty(rows, parts, heads, c, device=queries.device)
         scales = torch.empty(rows, parts, heads, 2, device=queries.device)
         launch(
-            "attention/attend", shape.macros["attend"], (parts, rows, -(-heads // 16)), 128,
+            "attention/attend", shape.macros["attend"], (parts, rows, -(-heads // 16)),
+            256,
             (queries[part], keys, positions[part], prefix[part], counts[part], windows[part],
-             windows.shape[1], scale, parts, sums, scales),
+             windows.shape[1], scale, parts, rows, sharing(rows, parts), sums, scales),
             shared=shape.shared,
         )  # fmt: skip
+        warps = 4 if parts <= 40 else 16
         launch(
-            "attention/merge", shape.macros["merge"], (heads, rows), 128,
+            "attention/merge", shape.macros["merge"] | {"WARPS": warps},
+            (heads, rows, -(-c // 64)), 32 * warps,
             (positions[part], counts[part], sums, scales, parts, out[part]),
         )  # fmt: skip
     return out
 
 
+def sharing(rows: int, parts: int) -> int:
+    """Rows whose keys a block loads once: two are one MMA's, more where blocks are many."""
+    group = 2
+    while group < 32 and rows * parts > group * _BLOCKS:
+        group *= 2
+    return group
+
+
 def expand(context: Tensor, kv_b: Tensor, shape: AttentionShape) -> Tensor:
-    """context bf16 [T, H, C] → bf16 [T, H v]."""
-    rows = len(context)
-    size = shape.heads * shape.value
+    """context bf16 [T, H, C] → bf16 [T, H v]: a product a head."""
+    rows, size = len(context), shape.heads * shape.value
     out = torch.empty(rows, size, dtype=torch.bfloat16, device=context.device)
-    grid = shape.heads, -(-shape.value // 8), -(-rows // 8)
-    launch("attention/expand", shape.macros["expand"], grid, 256, (context, kv_b, rows, out))
+    values = kv_b.view(shape.heads, shape.nope + shape.value, shape.kv_lora)[:, shape.nope :]
+    linear_heads(context, values, out.view(rows, shape.heads, shape.value))
     return out

@@ -7,11 +7,24 @@
 
 constexpr int kThreads = 128;
 
-// Norms `size` values of `from` into `to`; weight bf16.
 template <int SIZE>
-__device__ __forceinline__ void norm_row(const u16* from, const u16* weight, float epsilon, u16* to,
-                                         bool write) {
-  constexpr int kEach = (SIZE / 2 + kThreads - 1) / kThreads;  // pairs a thread
+constexpr int kPairs = (SIZE / 2 + kThreads - 1) / kThreads;  // a thread's
+
+// A thread's pairs of a norm's weight, which is asked for ahead of the wait.
+template <int SIZE>
+__device__ __forceinline__ void ask(const u16* weight, u32 (&factors)[kPairs<SIZE>]) {
+#pragma unroll
+  for (int j = 0; j < kPairs<SIZE>; ++j) {
+    const int k = j * kThreads + threadIdx.x;
+    factors[j] = k < SIZE / 2 ? reinterpret_cast<const u32*>(weight)[k] : 0;
+  }
+}
+
+// Norms SIZE values of `from` into `to`.
+template <int SIZE>
+__device__ __forceinline__ void norm_row(const u16* from, const u32 (&factors)[kPairs<SIZE>],
+                                         float epsilon, u16* to, bool write) {
+  constexpr int kEach = kPairs<SIZE>;
   float v[kEach][2];
   float squares = 0.0f;
 #pragma unroll
@@ -26,9 +39,8 @@ __device__ __forceinline__ void norm_row(const u16* from, const u16* weight, flo
   for (int j = 0; j < kEach; ++j) {
     const int k = j * kThreads + threadIdx.x;
     if (k >= SIZE / 2 || !write) continue;
-    const u32 w = reinterpret_cast<const u32*>(weight)[k];
-    reinterpret_cast<u32*>(to)[k] =
-        pack_bf16(bf16_low(w) * (v[j][0] * scale), bf16_high(w) * (v[j][1] * scale));
+    reinterpret_cast<u32*>(to)[k] = pack_bf16(bf16_low(factors[j]) * (v[j][0] * scale),
+                                              bf16_high(factors[j]) * (v[j][1] * scale));
   }
 }
 
@@ -41,18 +53,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
                     const int* positions, const int* slots, const float* cos, const float* sin,
                     u16* q_low, u16* keys) {
   let_next_start();
-  wait_for_previous();
   const int row = blockIdx.x;
   const u16* from = low + (long long)row * (Q + C + R);
   if (blockIdx.y == 0) {
 #if Q > 0
-    norm_row<Q>(from, q_weight, epsilon, q_low + (long long)row * Q, true);
+    u32 factors[kPairs<Q>];
+    ask<Q>(q_weight, factors);
+    wait_for_previous();
+    norm_row<Q>(from, factors, epsilon, q_low + (long long)row * Q, true);
+#else
+    wait_for_previous();
 #endif
     return;
   }
+  u32 factors[kPairs<C>];
+  ask<C>(c_weight, factors);
+  wait_for_previous();
   const int slot = slots[row];
   u16* key = keys + (long long)max(slot, 0) * (C + R);
-  norm_row<C>(from + Q, c_weight, epsilon, key, slot >= 0);
+  norm_row<C>(from + Q, factors, epsilon, key, slot >= 0);
   for (int i = threadIdx.x; i < R / 2 && slot >= 0; i += kThreads) {
     const long long at = (long long)positions[row] * (R / 2) + i;
     const u32 pair = reinterpret_cast<const u32*>(from + Q + C)[i];

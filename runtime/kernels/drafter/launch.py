@@ -7,6 +7,8 @@ from torch import Tensor
 
 from kconvert.runtime.kernels.gpu import launch
 
+_LINES, _SPLITS = 64, 8  # rows of heads a block of attend has, and blocks that share the keys
+
 
 class HeadShape(NamedTuple):
     """Heads of queries, of keys and values, and their size."""
@@ -14,6 +16,11 @@ class HeadShape(NamedTuple):
     queries: int
     keys: int
     dim: int
+
+    @property
+    def shared(self) -> int:
+        """Dynamic shared memory of a block of attend, in bytes."""
+        return (_LINES + 4 * 64) * (self.dim * 2 + 16) + _LINES * 16
 
 
 def heads(
@@ -48,5 +55,6 @@ def attend(
         "WINDOW": window or 0, "CAUSAL": int(causal),
     }  # fmt: skip
     args = (q, cache, length, shape.dim**-0.5, out)
-    launch("drafter/attend", macros, (shape.queries, block), 128, args)
+    grid = shape.keys, -(-block * shape.queries // shape.keys // _LINES)
+    launch("drafter/attend", macros, grid, 128, args, shared=shape.shared, cluster=_SPLITS)
     return out

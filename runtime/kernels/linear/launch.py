@@ -7,30 +7,70 @@ from kconvert.runtime.kernels.gpu import Gpu, gpu, launch
 from kconvert.runtime.kernels.linear.shape import CHUNKS, STEP, Tiles, split, tiles
 
 
-def defines(n: int, k: int, plan: Tiles, wide: bool) -> dict[str, int]:
+def defines(n: int, k: int, plan: Tiles) -> dict[str, int]:
     """The kernel's macros for a weight [n, k]."""
     return {
         "SPLIT": split(n, k), "WARPS_N": plan.warps_n, "TILES": plan.columns, "ROWS": plan.rows,
-        "STAGES": plan.stages, "WIDE": int(wide),
+        "STAGES": plan.stages,
     }  # fmt: skip
 
 
-def linear_into(x: Tensor, weight: Tensor, out: Tensor) -> None:
+def can_gate(sums: int, gated: int) -> bool:
+    """Whether SiLU(gate) · up can be made of `gated` columns each, behind `sums` others: a tile of
+    16 columns is 8 of gate and 8 of up."""
+    return sums % 32 == 0 and gated % 8 == 0
+
+
+def linear_into(
+    x: Tensor, weight: Tensor, out: Tensor, rest: Tensor | None = None, gated: bool = False
+) -> None:
     """x bf16 [M, K] times the transpose of weight bf16 [N, K], into out [M, N]: float32 sums, or
-    rounded to bf16. Raises ValueError where an argument is not what the kernel takes."""
+    rounded to bf16. With `rest` out has the first columns, float32, and rest bf16 the others. If
+    `gated` what is bf16 is SiLU(gate) · up, half as many columns, of the weight's rows of gate and
+    then of up, both rounded before. Raises ValueError where an argument is not what the kernel
+    takes."""
     (m, k), n = x.shape, weight.shape[0]
-    sizes = weight.shape == (n, k) and out.shape == (m, n)
-    if not sizes or k % STEP or not all(a.is_contiguous() for a in (x, weight, out)):
+    wide, rounded = (out, rest) if out.dtype == torch.float32 else (None, out)
+    sums, last = (0 if a is None else a.shape[1] for a in (wide, rounded))
+    outs = [a for a in (wide, rounded) if a is not None]
+    sizes = weight.shape == (n, k) and sums + last * (1 + gated) == n
+    sizes = sizes and all(len(a) == m and a.is_contiguous() for a in (x, *outs))
+    odd = k % STEP or (gated and not can_gate(sums, last))
+    if not sizes or odd or not weight.is_contiguous():
+        into = " and ".join(str(list(a.shape)) for a in outs)
+        raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {into}")
+    outs = (wide, rounded, sums, last if gated else 0)
+    _launch(x, weight, outs, (m, n, k), (k, 0, 0, 0))
+
+
+def linear_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
+    """A product a head: x bf16 [M, H, K] times the transposes of weight bf16 [H, N, K], whose heads
+    may lie apart, into out bf16 [M, H, N]. Raises ValueError as `linear_into`."""
+    (m, heads, k), n = x.shape, weight.shape[1]
+    sizes = weight.shape == (heads, n, k) and out.shape == (m, heads, n)
+    if not sizes or k % STEP or not x.is_contiguous() or not out.is_contiguous():
         raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {list(out.shape)}")
-    plan = tiles(n, m, gpu(x.device.index))
-    macros = defines(n, k, plan, out.dtype == torch.float32)
+    _launch(x, weight, (None, out, 0, 0), (m, n, k), (heads * k, k, weight.stride(0), n), heads)
+
+
+def _launch(
+    x: Tensor,
+    weight: Tensor,
+    outs: tuple[Tensor | None, Tensor | None, int, int],
+    sizes: tuple[int, int, int],
+    strides: tuple[int, int, int, int],
+    heads: int = 1,
+) -> None:
+    m, n, k = sizes
+    plan = tiles(n, k, m, gpu(x.device.index))
+    macros = defines(n, k, plan)
     launch(
-        "linear/linear", macros, plan.grid(n, m), CHUNKS * plan.warps_n * 32,
-        (x, weight, out, m, n, k), shared=plan.shared, cluster=macros["SPLIT"],
+        "linear/linear", macros, (*plan.grid(n, m), heads), CHUNKS * plan.warps_n * 32,
+        (x, weight, *outs, *sizes, *strides), shared=plan.shared, cluster=macros["SPLIT"],
     )  # fmt: skip
 
 
 def kernel(n: int, k: int, m: int, gpu: Gpu) -> tuple[dict[str, int], int]:
     """Macros and dynamic shared memory of a call: what the build's table lists."""
-    plan = tiles(n, m, gpu)
-    return defines(n, k, plan, False), plan.shared
+    plan = tiles(n, k, m, gpu)
+    return defines(n, k, plan), plan.shared

@@ -6,8 +6,8 @@
 // rows of a chunk are shared by its WARPS_N warps.
 //
 // Compile-time: SPLIT (blocks of a cluster), WARPS_N (warps side by side), TILES (of 16 columns of
-// y, a warp), ROWS (tiles of 8 rows), STAGES, WIDE (fp32 sums, or rounded to bf16).
-#include "common.cuh"
+// y, a warp), ROWS (tiles of 8 rows), STAGES.
+#include "rows/silu.cuh"
 
 constexpr int CHUNKS = 4;  // warps that share K
 constexpr int kThreads = CHUNKS * WARPS_N * 32;
@@ -32,11 +32,15 @@ __device__ __forceinline__ void sync_chunk(int chunk) {
     asm volatile("bar.sync %0, %1;" ::"r"(chunk + 1), "n"(WARPS_N * 32) : "memory");
 }
 
-// x   bf16 [m, k], k a multiple of 64;  w bf16 [n, k]
-// y   fp32 or bf16 [m, n]
+// x   bf16 [m, k], rows x_row apart, k a multiple of 64;  w bf16 [n, k]
+// sums fp32 [m, wide]: the first columns of y;  rounded bf16 [m, n - wide]: the others, or, where
+// gated is not 0, SiLU(gate) * up [m, gated] of w's rows wide .. wide + gated and the gated after
+// them: a tile is 8 columns of either
+// heads: as many products, x, w and rounded x_head, w_head and y_head further on for each
 // grid (ceil(n / (16 TILES WARPS_N)) clusters of SPLIT, ceil(m / (8 ROWS))), CHUNKS x WARPS_N warps
 extern "C" __global__ void __launch_bounds__(kThreads)
-    linear_linear(const u16* x, const u16* w, void* y, int m, int n, int k) {
+    linear_linear(const u16* x, const u16* w, float* sums, u16* rounded, int wide, int gated,
+                  int m, int n, int k, int x_row, int x_head, int w_head, int y_head) {
   let_next_start();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int chunk = warp % CHUNKS, side = warp / CHUNKS;
@@ -48,21 +52,28 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const int end = (rank * CHUNKS + chunk + 1) * steps / all;
   const u32 ring = smem_addr(smem) + chunk * kRing;
   const int row4 = lane >> 3, part = lane & 7;
-  const char* wp = reinterpret_cast<const char*>(w) + ((long long)(n0 + row4) * k + part * 8) * 2;
-  const char* xp = reinterpret_cast<const char*>(x) + ((long long)(m0 + row4) * k + part * 8) * 2;
+  const bool gates = gated && n0 >= wide;
+  const int w0 = gates ? wide + (n0 - wide) / 2 : n0;  // w's row of the first column
+  const long long tile_rows = gates ? 8 : 16, half_rows = gates ? gated : 8;
+  w += (long long)blockIdx.z * w_head, x += (long long)blockIdx.z * x_head;
+  const char* wp = reinterpret_cast<const char*>(w) + ((long long)(w0 + row4) * k + part * 8) * 2;
+  const char* xp = reinterpret_cast<const char*>(x) + ((long long)(m0 + row4) * x_row + part * 8) * 2;
+
+  const int y_row = y_head ? y_head * gridDim.z : n - wide;
 
   auto fetch_weights = [&](u32 stage, int step) {
 #pragma unroll
     for (int i = 0; i < TILES * 4; ++i)
       if (n0 + i * 4 + row4 < n)
-        copy16_once(stage + side * kWeights + line(i * 4 + row4, part), wp + ((long long)i * 4 * k + step * 64) * 2);
+        copy16_once(stage + side * kWeights + line(i * 4 + row4, part),
+                    wp + ((i / 4 * tile_rows + i / 2 % 2 * half_rows + i % 2 * 4) * k + step * 64) * 2);
   };
   auto fetch_rows = [&](u32 stage, int step) {
 #pragma unroll
     for (int i = side; i < ROWS * 2; i += WARPS_N)
       if (m0 + i * 4 + row4 < m)
         copy16_shared(stage + WARPS_N * kWeights + line(i * 4 + row4, part),
-                      xp + ((long long)i * 4 * k + step * 64) * 2);
+                      xp + ((long long)i * 4 * x_row + step * 64) * 2);
   };
   // Weights do not depend on the kernel before: ask for them ahead of the wait.
 #pragma unroll
@@ -131,14 +142,25 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     for (int q = 1; q < SPLIT; ++q) v = add(v, load_cluster_f4(addr, q));
     const int column = n0 + u / ROWS * 16 + (lane >> 2), row = m0 + u % ROWS * 8 + (lane & 3) * 2;
     const float value[4] = {v.x, v.y, v.z, v.w};
+    if (gates) {
+      const int c = w0 - wide + u / ROWS * 8 + (lane >> 2);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const u32 gate_up = pack_bf16(value[i], value[2 + i]);
+        if (row + i < m && c < gated)
+          rounded[(long long)(row + i) * gated + c] =
+              pack_bf16(silu_mul(bf16_low(gate_up), bf16_high(gate_up)), 0.0f);
+      }
+      continue;
+    }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int r = row + (i & 1), c = column + (i >> 1) * 8;
       if (r >= m || c >= n) continue;
-      if (WIDE)
-        static_cast<float*>(y)[(long long)r * n + c] = value[i];
+      if (c < wide)
+        sums[(long long)r * wide + c] = value[i];
       else
-        static_cast<u16*>(y)[(long long)r * n + c] = pack_bf16(value[i], 0.0f);
+        rounded[(long long)r * y_row + blockIdx.z * y_head + c - wide] = pack_bf16(value[i], 0.0f);
     }
   }
   if (SPLIT > 1) cluster_wait_for_readers();

@@ -83,8 +83,8 @@ def router_into(
     """router, into ids and weights [M, top_k]; a token whose counts int32 [M] is 0 gets −1."""
     tokens, experts = logits.shape
     defines = {"EXPERTS": experts, "TOP_K": ids.shape[1]}
-    args = (logits, bias, counts, tokens, factor, ids, weights)
-    launch("moe/router", defines, ((tokens + 3) // 4,), 128, args)
+    args = (logits, bias, counts, factor, ids, weights)
+    launch("moe/router", defines, (tokens,), 128, args)
 
 
 def align(ids: Tensor, shape: MoeShape, work: MoeWorkspace) -> None:

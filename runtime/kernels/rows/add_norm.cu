@@ -9,9 +9,10 @@
 #include "rows/exchange.cuh"
 #include "rows/reduce.cuh"
 
-// A group of 8 values a thread, for the largest sizes more: latency counts, there are few rows.
-constexpr int kThreads = SIZE / 8 >= 1024 ? 1024 : (SIZE / 8 + 31) / 32 * 32;
-constexpr int kEach = (SIZE / 8 + kThreads - 1) / kThreads;  // groups of 8 values a thread
+// So few threads that a block finds room beside the kernel before: what it asks for early is then
+// there when that ends.
+constexpr int kEach = (SIZE / 8 + 511) / 512;  // groups of 8 values a thread
+constexpr int kThreads = ((SIZE / 8 + kEach - 1) / kEach + 31) / 32 * 32;
 
 // x       bf16 [rows, SIZE] or null: nothing is added to
 // sums    fp32 [ranks, rows, SIZE];  ranks 0: none. With peers fp32 [rows, SIZE], this rank's
@@ -22,6 +23,12 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     rows_add_norm(const u16* x, const float* sums, int ranks, const u16* weight, float epsilon,
                   u16* total, u16* normed, const u64* peers, int rank, int most, u32* epochs) {
   let_next_start();
+  uint4 factors[kEach];  // of the norm: asked for ahead of the wait
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int k = (j * kThreads + threadIdx.x) * 8;
+    if (k < SIZE) factors[j] = *reinterpret_cast<const uint4*>(weight + k);
+  }
   wait_for_previous();
   const long long row = (long long)blockIdx.x * SIZE, all = (long long)gridDim.x * SIZE;
   const float* others = nullptr;
@@ -68,8 +75,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   for (int j = 0; j < kEach; ++j) {
     const int k = (j * kThreads + threadIdx.x) * 8;
     if (k >= SIZE) continue;
-    const uint4 q = *reinterpret_cast<const uint4*>(weight + k);
-    const u32 pair[4] = {q.x, q.y, q.z, q.w};
+    const u32 pair[4] = {factors[j].x, factors[j].y, factors[j].z, factors[j].w};
     u32 out[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i)

@@ -46,17 +46,11 @@ def add_norm(
     shape = x.shape if x is not None else sums.shape[-2:]  # type: ignore[union-attr]
     normed = torch.empty(shape, dtype=torch.bfloat16, device=weight.device)
     total = None if sums is None else torch.empty_like(normed)
+    groups = -(-shape[1] // 8)
+    threads = -(-groups // (-(-groups // 512) * 32)) * 32
     launch(
-        "rows/add_norm", {"SIZE": shape[1]}, (shape[0],), min(1024, -(-shape[1] // 256) * 32),
+        "rows/add_norm", {"SIZE": shape[1]}, (shape[0],), threads,
         (x, sums, ranks, weight, epsilon, total, normed,
          *((peers.memory, peers.rank, peers.most, peers.epochs) if peers else (None, 0, 0, None))),
     )  # fmt: skip
     return (x if total is None else total), normed  # type: ignore[return-value]
-
-
-def silu_mul(gate_up: Tensor) -> Tensor:
-    """SiLU(gate) · up of bf16 [T, 2N] → bf16 [T, N]."""
-    rows, size = gate_up.shape[0], gate_up.shape[1] // 2
-    out = torch.empty(rows, size, dtype=torch.bfloat16, device=gate_up.device)
-    launch("rows/silu_mul", {}, (rows, -(-size // 1024)), 128, (gate_up, size, out))
-    return out

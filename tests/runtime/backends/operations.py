@@ -94,6 +94,15 @@ def results(ops: Any, put: Any, get: Any, given: Inputs) -> dict[str, NDArray[An
     parts = [ops.matrix(*(given.weight(n, c.hidden) for n in sizes)) for sizes in ((96, 40), (72,))]
     out["linear"] = get(ops.linear(put(x, "activations"), parts[0]))
     out["sums"] = get(ops.sums(put(x, "activations"), parts[1]))
+    gates = [
+        ops.matrix(*(given.weight(n, c.hidden) for n in sizes))
+        for sizes in ((24, 24), (40, 40), (96, 24, 24), (64, 72, 72), (7, 16, 16))
+    ]
+    for i, weight in enumerate(gates[:2]):
+        out[f"gated.{i}"] = get(ops.gated(put(x, "activations"), weight))
+    for i, (weight, sums_of) in enumerate(zip(gates[2:], (96, 64, 7), strict=True)):
+        pair = ops.sums_gated(put(x, "activations"), weight, sums_of)
+        out[f"sums_gated.{i}.sums"], out[f"sums_gated.{i}"] = map(get, pair)
     norm = Norm(ops.vector(given.weight(c.hidden)), 1e-5)
     for name, residual in (("add_norm", put(sums, "sums")), ("norm", None)):
         for part, value in enumerate(ops.add_norm(put(x, "activations"), residual, norm)):
@@ -118,8 +127,6 @@ def results(ops: Any, put: Any, get: Any, given: Inputs) -> dict[str, NDArray[An
     out["attend"] = get(ops.attend(put(queries, "activations"), step, layer))
     context = given.activations(t, heads, c.kv_lora)
     out["expand"] = get(ops.expand(put(context, "activations"), kv_b))
-    gate_up = given.activations(t, 2 * c.moe_intermediate)
-    out["silu_mul"] = get(ops.silu_mul(put(gate_up, "activations")))
     logits = given.rng.normal(size=(t, c.experts)).astype(np.float32)
     bias = given.rng.normal(size=c.experts).astype(np.float32)
     logits[:, 4:6], bias[4:6] = logits[:, 2:4], bias[2:4]  # ties

@@ -51,9 +51,8 @@ class Gathering(Ranks):
         return ([0] * self.size, None) if self.size > 1 else None
 
 
-def recorded(blobs: Path, drafter: Path, arch: str, ranks: int, monkeypatch: Any) -> list[Launch]:
-    """A prompt, and steps of every bucket (elsewhere of the least and the largest), alone and with
-    drafts."""
+def recording(arch: str, monkeypatch: Any) -> list[Launch]:
+    """From here on launches go into this list."""
     made: list[Launch] = []
 
     def record(kernel, defines, grid, block, args, shared=0, cluster=1, overlap=True):
@@ -64,6 +63,13 @@ def recorded(blobs: Path, drafter: Path, arch: str, ranks: int, monkeypatch: Any
     for module in (linear, moe):
         monkeypatch.setattr(module, "gpu", lambda index: GPUS[arch])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    return made
+
+
+def recorded(blobs: Path, drafter: Path, arch: str, ranks: int, monkeypatch: Any) -> list[Launch]:
+    """A prompt, and steps of every bucket (elsewhere of the least and the largest), alone and with
+    drafts."""
+    made = recording(arch, monkeypatch)
     config = read_config(blobs)
     device = torch.device("cpu")
     here = Gathering(0, ranks)

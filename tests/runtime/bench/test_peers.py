@@ -394,11 +394,11 @@ def test_a_result_is_kept_after_every_shape(monkeypatch):
 
 
 def test_the_commit_is_the_projects_own(monkeypatch, tmp_path):
-    found = bench_moe._commit()
+    found = bench_moe.commit_here()
     assert found == "unknown" or len(found) == 40
     other = tmp_path / "other" / "moe.py"
     other.parent.mkdir()
     other.write_text("")
     subprocess.run(["git", "init", "-q", str(tmp_path / "other")], check=True)
     monkeypatch.setattr(bench_moe, "__file__", str(other))
-    assert bench_moe._commit() == "unknown"
+    assert bench_moe.commit_here() == "unknown"
