@@ -49,7 +49,7 @@ __device__ __forceinline__ void copy_line(u32 to, const u16* from) {
 // scales  fp32 [rows, most, HEADS, 2]: the greatest score, and the sum of weights
 // group   rows that may share keys, at most 32: no effect on any bit
 // grid (most, rows, ceil(HEADS / 16)) x 256
-extern "C" __global__ void __launch_bounds__(kThreads)
+extern "C" __global__ void __launch_bounds__(kThreads, 2)
     attention_attend(const u16* queries, const u16* keys, const int* positions, const int* prefix,
                      const int* counts, const int* windows, int window, float scale, int most,
                      int rows, int group, float* parts, float* scales) {

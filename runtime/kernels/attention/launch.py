@@ -131,6 +131,6 @@ def expand(context: Tensor, kv_b: Tensor, shape: AttentionShape) -> Tensor:
     """context bf16 [T, H, C] → bf16 [T, H v]: a product a head."""
     rows, size = len(context), shape.heads * shape.value
     out = torch.empty(rows, size, dtype=torch.bfloat16, device=context.device)
-    values = kv_b.view(shape.heads, shape.nope + shape.value, shape.kv_lora)[:, shape.nope :]
-    linear_heads(context, values, out.view(rows, shape.heads, shape.value))
+    each = kv_b.view(shape.heads, shape.nope + shape.value, shape.kv_lora)
+    linear_heads(context, each, shape.nope, out.view(rows, shape.heads, shape.value))
     return out

@@ -43,14 +43,17 @@ def linear_into(
     _launch(x, weight, into_these, (m, n, k), (k, 0, 0, 0))
 
 
-def linear_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
-    """A product a head: x bf16 [M, H, K] times the transposes of weight bf16 [H, N, K], whose heads
-    may lie apart, into out bf16 [M, H, N]. Raises ValueError as `linear_into`."""
-    (m, heads, k), n = x.shape, weight.shape[1]
-    sizes = weight.shape == (heads, n, k) and out.shape == (m, heads, n)
-    if not sizes or k % STEP or not x.is_contiguous() or not out.is_contiguous():
+def linear_heads(x: Tensor, weight: Tensor, first: int, out: Tensor) -> None:
+    """A product a head: x bf16 [M, H, K] times the transposes of N rows of each head's in weight
+    bf16 [H, rows, K], from `first` on, into out bf16 [M, H, N]. Raises ValueError as
+    `linear_into`."""
+    (m, heads, k), n = x.shape, out.shape[2]
+    sizes = weight.shape[::2] == (heads, k) and out.shape[:2] == (m, heads)
+    sizes = sizes and first + n <= weight.shape[1]
+    if not sizes or k % STEP or not all(a.is_contiguous() for a in (x, weight, out)):
         raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {list(out.shape)}")
-    _launch(x, weight, (None, out, 0, 0), (m, n, k), (heads * k, k, weight.stride(0), n), heads)
+    begin = weight.view(-1)[first * k :]
+    _launch(x, begin, (None, out, 0, 0), (m, n, k), (heads * k, k, weight.stride(0), n), heads)
 
 
 def _launch(

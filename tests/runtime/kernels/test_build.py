@@ -53,7 +53,7 @@ REGISTERS = {
     ("rows/embed", 0): (30, 30, 34),
     ("attention/store", 0): (38, 32, 35),
     ("attention/queries", 0): (64, 64, 94),
-    ("attention/attend", 0): (72, 69, 64),
+    ("attention/attend", 0): (104, 102, 92),
     ("attention/merge", 0): (40, 48, 52),
     ("tree/top_k", 0): (40, 40, 43),
     ("tree/grow", 0): (53, 54, 56),
