@@ -228,7 +228,8 @@ def shape_text(table: dict[str, Any]) -> str:
         kernels = list(row["timeline"]["kernels"].items())
         total = sum(us for _, us in kernels)
         parts = ", ".join(f"{name} {us / total:.0%}" for name, us in kernels[:8])
-        lines.append(f"{_step_name(row)}, {row['context']}: {parts}")
+        rows = f", {row['rows']} rows" if "rows" in row else ""
+        lines.append(f"{_step_name(row)}{rows}: {parts}")
     return "\n".join(lines)
 
 
@@ -267,7 +268,7 @@ def _step_line(row: dict[str, Any]) -> str:
     if row.get("collapsed"):
         return f"{line}  routing collapsed: not told"
     launches = row.get("timeline", {}).get("launches_a_layer", "")
-    return f"{line} {row['ms']:>8.3f} {row['tokens_per_second']:>9.1f} {launches:>17}"
+    return f"{line} {row['ms']:>8.3f} {row['tokens_per_second']:>9.1f} {launches:>17}".rstrip()
 
 
 def projection_text(table: dict[str, Any]) -> str:
