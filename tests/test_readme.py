@@ -26,6 +26,7 @@ ROOT = Path(__file__).parent.parent
         ("runtime/bench/results/h200-exact.json", bench_text.exact_text),
         ("runtime/bench/results/h200-exact-tp2.json", bench_text.exact_text),
         ("runtime/bench/results/h200-tree.json", bench_text.tree_text),
+        ("runtime/bench/results/h200-linear.json", bench_text.linear_text),
         ("runtime/bench/results/h200-load.json", bench_text.load_text),
         ("runtime/bench/results/h200-exchange.json", bench_text.exchange_text),
         ("runtime/bench/results/h200-moe-2026-11-29.json", bench_text.moe_text),

@@ -7,7 +7,7 @@ from kconvert.runtime.kernels.gpu import Gpu
 
 CHUNKS = 4  # of K within each of the `split` parts; a warp each
 STEP = 64  # k that a warp takes at once; K is a multiple
-_BLOCKS = 140  # of 32 columns: with fewer, multiprocessors have too little under way
+_BLOCKS = 132  # of 32 columns: with fewer, multiprocessors have too little under way
 
 
 def split(n: int, k: int) -> int:
