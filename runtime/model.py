@@ -117,7 +117,10 @@ class Model:
             context = ops.attend(queries, step, keys)  # [T, H, C]
             values = ops.expand(context, layer.kv_b)  # [T, H·v]
             x, h = ops.add_norm(x, ops.sums(values, layer.output), layer.mlp_norm)
-            sums = self._moe(h, layer.moe, step) if layer.moe else self._mlp(h, layer.mlp)  # [T, D]
+            if layer.moe:
+                sums = self._moe(h, layer.moe, step)  # [T, D]
+            elif layer.mlp:
+                sums = self._mlp(h, layer.mlp)
         x, h = ops.add_norm(x, sums, w.norm)
         outputs.append(x)  # outputs[i + 1] is layer i's, outputs[0] the embedding
         return h, [outputs[layer + 1] for layer in aux_layers]

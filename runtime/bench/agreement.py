@@ -41,7 +41,7 @@ class Recorded:
 def recorded(model: Model) -> Iterator[Recorded]:
     """While it lasts, what the model's routers are given and choose."""
     whole = model.backend
-    model.backend = kept = Recorded(whole)  # type: ignore[assignment]
+    model.backend = kept = Recorded(whole)
     try:
         yield kept
     finally:

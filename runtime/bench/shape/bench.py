@@ -198,9 +198,13 @@ def _verified(engine: Engine, context: int, what: Verified, looked_at: bool) -> 
         "tokens_per_second": round(what.texts / seconds, 1),  # if no draft is accepted
     }
     if looked_at:
-        seen = where(lambda: [graph.replay() for _ in range(_SEEN)])
-        row["timeline"] = _per_layer(engine, seen)
+        row["timeline"] = _per_layer(engine, where(lambda: _replayed(graph)))
     return row
+
+
+def _replayed(graph: torch.cuda.CUDAGraph) -> None:
+    for _ in range(_SEEN):
+        graph.replay()
 
 
 def drafted_rows(engine: Engine, what: Verified, start: int) -> StepRows:

@@ -103,7 +103,7 @@ def _wide(
 
     (layer,) = weights.layers
     moe = layer.moe
-    table = getattr(weights.embedding, "table", weights.embedding)
+    table: Any = getattr(weights.embedding, "table", weights.embedding)
     return Weights(
         embedding=wide(table),
         layers=[Layer(

@@ -144,7 +144,8 @@ def step_ms(
     between = target * exchange_us(step["bucket"], machine, form, pair_us)
     between += drafter * exchange_us(_DRAFTED, machine, form, pair_us)
     gathers = 6 if drafter else 3  # embedding and choices; of a draft once more, and its keys
-    return alone + (between - seen["kernels"][_NORM] + gathers * machine.gather_us) * 1e-3
+    added: float = between - seen["kernels"][_NORM] + gathers * machine.gather_us  # µs
+    return float(alone + added * 1e-3)
 
 
 def exchange_us(rows: int, machine: Machine, form: str, pair_us: float) -> float:

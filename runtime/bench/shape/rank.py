@@ -42,7 +42,7 @@ def open_rank(config: ModelConfig, size: int, here: Ranks, seed: int, device: An
     model = Model(config, blobs, backend)
     _ = model.weights
     drafter = CudaDrafter(share, drafter_weights(share, seed, ranks.rank, device), model)
-    return Engine(model, drafter, RankDecoder(model, drafter, seed))  # type: ignore[arg-type]
+    return Engine(model, drafter, RankDecoder(model, drafter, seed))
 
 
 def weight_bytes(blobs: MadeUpBlobs, config: ModelConfig) -> int:

@@ -55,7 +55,7 @@ class MadeUp:
     @property
     def nbytes(self) -> int:
         """What it takes where it goes."""
-        return int(np.prod(self.shape)) * self.dtype.itemsize
+        return int(np.prod(self.shape)) * int(self.dtype.itemsize)
 
     def into(self, target: Any) -> None:
         """Fill `target`, of this shape, a tensor or an array of integers."""
@@ -116,6 +116,7 @@ class MadeUpBlobs(Blobs):
         return MadeUp(name, self._seed, (shape[0], len(part)), np.uint16, (part.start,))
 
     def stack(self, name: str) -> Any:
+        assert self.layout is not None
         tensor, dims = stacked_by_name(name), self._config.dims
         mine = rank_slice(dims, Parallelism(self.manifest.tp, self.manifest.ep), self.rank)
         cut = tensor.cut(mine.rows, dims.hidden)

@@ -39,8 +39,8 @@ def linear_into(
     if not sizes or odd or not weight.is_contiguous():
         into = " and ".join(str(list(a.shape)) for a in outs)
         raise ValueError(f"{list(x.shape)} times {list(weight.shape)} into {into}")
-    outs = (wide, rounded, sums, last if gated else 0)
-    _launch(x, weight, outs, (m, n, k), (k, 0, 0, 0))
+    into_these = (wide, rounded, sums, last if gated else 0)
+    _launch(x, weight, into_these, (m, n, k), (k, 0, 0, 0))
 
 
 def linear_heads(x: Tensor, weight: Tensor, out: Tensor) -> None:
