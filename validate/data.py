@@ -76,10 +76,10 @@ def look_at_data(
 
 
 def _threads() -> int:
-    """Two a core, as one waits for the disk while the other computes; each takes 0.15 GiB, so that
-    many cores have one."""
+    """Four a core, as most wait for the disk while one computes; each takes 0.15 GiB, so that many
+    cores have one."""
     cores = len(os.sched_getaffinity(0))
-    return max(cores, min(2 * cores, _MANY))
+    return max(cores, min(4 * cores, _MANY))
 
 
 def _make(check: DataCheck) -> Done:
