@@ -169,8 +169,8 @@ def read_local(folder: Path, verify: bool = False) -> LocalSource:
         )
     if (folder / MANIFEST_NAME).exists():
         raise CheckpointError(
-            f"{folder} is an output of kconvert, not a checkpoint: give the checkpoint it was made"
-            " from, or use `kconvert reshard` or `kconvert export`."
+            f"{folder} holds {MANIFEST_NAME}: it is an output of kconvert, not a checkpoint; give"
+            " the checkpoint it was made from, or use `kconvert reshard` or `kconvert export`."
         )
     checkpoint = read_checkpoint(folder)
     oids = None
