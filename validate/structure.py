@@ -103,7 +103,9 @@ def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Findi
         except (CheckpointError, OutputError) as error:
             # Findings name the file themselves, and what is advised is for a download.
             text = str(error).removeprefix(f"{output / name}").lstrip(", ")
-            findings.append(Finding(name, text.removesuffix("; download it again.")))
+            findings.append(
+                Finding(name, text.removesuffix("; download it again.").removesuffix("."))
+            )
             continue
         blobs.append(Blob(name, header, info))
     return blobs, findings

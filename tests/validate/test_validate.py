@@ -208,7 +208,7 @@ STRUCTURE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing blob": (lambda o: (o / RANK1).unlink(), RANK1, "is missing"),
     "truncated blob": (lambda o: os.truncate(o / RANK1, 9999), RANK1, "has 9,999 bytes"),
     "blob of zeros": (no_header, RANK1, "header"),
-    "changed header": (other_header, RANK1, "header"),
+    "changed header": (other_header, RANK1, "its metadata is not readable"),
     "swapped ranks": (swapped_ranks, RANK1, "its header is not the one"),
     "changed small file": (
         lambda o: change_bytes(o / "config.json", b"yarn", b"YARN"),
