@@ -58,7 +58,7 @@ def inspect(source: str | Path, tensors: str | None = None) -> dict[str, Any]:
         return facts | _listed(_tensors_in(path) if tensors else {}, tensors)
     if not path.exists():
         raise CheckpointError(
-            f"{path} is not here, nor the name of a repository on the Hub, like"
+            f"{path} is neither a file or folder here nor the name of a repository on the Hub, like"
             " moonshotai/Kimi-K2.6: check it."
         )
     return _file(path) | _listed(_tensors_of([path], path.parent) if tensors else {}, tensors)
@@ -68,16 +68,16 @@ def _listed(found: dict[str, SourceTensor], pattern: str | None) -> dict[str, An
     """The tensors whose names fit a pattern, by name."""
     if pattern is None:
         return {}
-    names = fnmatch.filter(found, pattern)
     return {
         "tensors_found": {
             name: {
-                "dtype": found[name].dtype,
-                "shape": list(found[name].shape),
-                "bytes": found[name].nbytes,
-                "file": found[name].shard,
+                "dtype": tensor.dtype,
+                "shape": list(tensor.shape),
+                "bytes": tensor.nbytes,
+                "file": tensor.shard,
             }
-            for name in names
+            for name, tensor in found.items()
+            if fnmatch.fnmatchcase(tensor.name, pattern)
         }
     }
 
@@ -92,13 +92,15 @@ def _tensors_in(folder: Path) -> dict[str, SourceTensor]:
 
 def _tensors_of(files: list[Path], folder: Path) -> dict[str, SourceTensor]:
     """By name, and if several ranks have one of that name, with its file before it."""
-    found: dict[str, SourceTensor] = {}
-    for file in files:
-        shard = file.relative_to(folder).as_posix()
-        for t in read_header(file).tensors.values():
-            name = f"{shard}: {t.name}" if t.name in found else t.name
-            found[name] = SourceTensor(t.name, t.dtype, t.shape, shard, t.start, t.nbytes)
-    return found
+    found = [
+        SourceTensor(
+            t.name, t.dtype, t.shape, file.relative_to(folder).as_posix(), t.start, t.nbytes
+        )
+        for file in files
+        for t in read_header(file).tensors.values()
+    ]
+    times = Counter(t.name for t in found)
+    return {f"{t.shard}: {t.name}" if times[t.name] > 1 else t.name: t for t in found}
 
 
 def _folder(path: Path) -> dict[str, Any]:
@@ -154,9 +156,21 @@ def _output(path: Path) -> dict[str, Any]:
         "text_only": manifest.text_only,
         "source": _origin(manifest.repo, manifest.commit),
         **_files(sizes),
+        "damaged_files": _damaged(path, sizes),
         **({"quantization": dims.quantization.text} if dims else {}),
         **({"can_be_resharded": _convertible(dims)} if manifest.complete and dims else {}),
     }
+
+
+def _damaged(path: Path, sizes: dict[str, int]) -> list[str]:
+    """What files of an output show that are not there whole, without a look into them."""
+    found = {name: (path / name).stat().st_size for name in sizes if (path / name).is_file()}
+    return [
+        f"{name} has {found[name]:,} bytes, {size:,} expected" if name in found
+        else f"{name} is missing"
+        for name, size in sizes.items()
+        if found.get(name) != size
+    ]  # fmt: skip
 
 
 def _dims(path: Path) -> ModelDims | None:

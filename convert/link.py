@@ -66,6 +66,6 @@ def _check(path: Path, name: str, scratch: Scratch) -> None:
                 for chunk in reader.chunks(part, buffer):
                     state.update(chunk)
                 which = "" if experts is None else f", its expert {expert}"
-                refuse_changed(part, state.hexdigest(), digest, which)
+                refuse_changed(reader, part, state.hexdigest(), digest, which)
     finally:
         reader.close()

@@ -64,7 +64,8 @@ class Packer:
         buffer = self._scratch.take("chunk", (CHUNK_BYTES,), np.uint8)
         with self._meter.busy("write", tensor.blob.nbytes):
             piece = file.write_whole(tensor.blob, self._reader.chunks(tensor.source, buffer))
-        refuse_changed(tensor.source, piece.digest, group.digest_of(tensor.source))
+        wanted = group.digest_of(tensor.source)
+        refuse_changed(self._reader, tensor.source, piece.digest, wanted)
         return Done(piece.nbytes, [(file.planned.path, piece)], [])
 
     def _convert(self, group: Group, index: int, owners: list[tuple[StagedFile, int]]) -> Done:

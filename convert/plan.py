@@ -143,8 +143,9 @@ def make_plan(
     """
     parallelism = target.parallelism
     check_parallelism(model.dims, parallelism, target.layout.constraint)
-    _check_selection("--ranks", ranks, range(parallelism.tp))
-    _check_selection("--layers", layers, range(model.dims.layers + model.dims.mtp_layers))
+    _check_selection("--ranks", ranks, range(parallelism.tp), f"--tp {parallelism.tp} has ranks")
+    every_layer = range(model.dims.layers + model.dims.mtp_layers)
+    _check_selection("--layers", layers, every_layer, "the model has layers")
     chosen = model.groups.keys() if layers is None else {layer_name(layer) for layer in layers}
     wanted_ranks = range(parallelism.tp) if ranks is None else ranks
     jobs, others, expected, left_out, absent = [], [], [], [], []
@@ -335,7 +336,7 @@ def _paths_of_absent(group: Group, dims: ModelDims, parallelism: Parallelism) ->
     return paths
 
 
-def _check_selection(option: str, numbers: Collection[int] | None, known: range) -> None:
+def _check_selection(option: str, numbers: Collection[int] | None, known: range, what: str) -> None:
     wrong = sorted(set(numbers or ()) - set(known))
     if wrong or (numbers is not None and not numbers):
-        raise OptionError(f"{option} {ranges(wrong)}: there are {known.start} to {known.stop - 1}.")
+        raise OptionError(f"{option} {ranges(wrong)}: {what} {ranges(known)}.")

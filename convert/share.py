@@ -4,7 +4,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kconvert.layouts.errors import OptionError, UnsupportedError
+from kconvert.layouts.errors import OptionError
 
 # A launcher's own names for "which of how many": torchrun and most others, and Slurm's srun.
 # SLURM_NTASKS will not do: a batch script has it, with SLURM_PROCID 0, and runs once.
@@ -29,10 +29,10 @@ class Share:
 
 
 def parse_share(text: str) -> Share | None:
-    """I/N → the share, None for 0/1, which is all; UnsupportedError for anything else."""
+    """I/N → the share, None for 0/1, which is all; OptionError for anything else."""
     match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
     if not match or int(match[1]) >= int(match[2]):
-        raise OptionError(f"share {text!r} is not like 0/4: one of N, counted from 0.")
+        raise OptionError(f"--share {text!r:.20} is not I/N with I from 0 to N - 1, like 0/4.")
     share = Share(int(match[1]), int(match[2]))
     return share if share.count > 1 else None
 
@@ -43,7 +43,7 @@ def share_of_launcher(environment: Mapping[str, str]) -> Share | None:
         if environment.get(index) and environment.get(count):
             try:
                 return parse_share(f"{environment[index]}/{environment[count]}")
-            except UnsupportedError:
+            except OptionError:
                 raise OptionError(
                     f"{index}={environment[index]} and {count}={environment[count]} in the"
                     " environment are no share of several: give --share I/N, or 0/1 for all."

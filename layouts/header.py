@@ -81,11 +81,15 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
             f"{file} is truncated: {size} bytes found, at least 8 expected; download it again."
         )
     length = int.from_bytes(first[:8], "little")
-    if length > min(MAX_HEADER_BYTES, size - 8):
+    if length > MAX_HEADER_BYTES:
         raise CheckpointError(
-            f"{file} is no safetensors file or is truncated: its header claims {length:,} bytes"
-            f" and the file has {size:,} (at most {MAX_HEADER_BYTES:,} are allowed);"
-            " download it again."
+            f"{file} is no safetensors file: its header claims {length:,} bytes, at most"
+            f" {MAX_HEADER_BYTES:,} are allowed; download it again."
+        )
+    if length > size - 8:
+        raise TruncatedFileError(
+            f"{file} is truncated: {size:,} bytes found, {8 + length:,} expected of its header"
+            " alone; download it again."
         )
     return parse_header(read_first(8 + length), size, file)
 

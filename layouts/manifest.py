@@ -56,6 +56,10 @@ def encode_manifest(manifest: Manifest) -> bytes:
 def read_manifest(output: Path) -> Manifest:
     """The manifest of the folder `output`; OutputError if there is none or it was changed."""
     path = output / MANIFEST_NAME
+    if not output.is_dir():
+        raise UnfinishedOutputError(
+            f"{output} is not a folder: give an output of `kconvert convert`."
+        )
     if not path.is_file():
         raise UnfinishedOutputError(
             f"{output} has no {MANIFEST_NAME}: it is not a finished output of `kconvert convert`;"

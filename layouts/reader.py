@@ -50,7 +50,7 @@ class Reader:
     def __init__(
         self, path_of: Callable[[str], Path], progress: Callable[[int], None] = lambda _: None
     ) -> None:
-        self._path_of, self._progress = path_of, progress
+        self.path_of, self._progress = path_of, progress
         self._fds: dict[str, int] = {}
         self._lock = threading.Lock()
         self.bytes_read = 0
@@ -101,11 +101,12 @@ class Reader:
             try:
                 count = os.preadv(fd, views, tensor.start + at)
             except OSError as error:  # on an open file it does not say which
-                raise OSError(error.errno, error.strerror, tensor.shard) from None
+                path = str(self.path_of(tensor.shard))
+                raise OSError(error.errno, error.strerror, path) from None
             if count == 0:
                 raise TruncatedFileError(
-                    f"{tensor.shard}, tensor {tensor.name}: the file ended {left:,} bytes"
-                    " early; it was cut while it was being read."
+                    f"{self.path_of(tensor.shard)}, tensor {tensor.name}: the file ended"
+                    f" {left:,} bytes early; it was cut while it was being read."
                 )
             at, left = at + count, left - count
             while views and count >= len(views[0]):
@@ -120,5 +121,5 @@ class Reader:
     def _open(self, shard: str) -> int:
         with self._lock:
             if shard not in self._fds:
-                self._fds[shard] = os.open(self._path_of(shard), os.O_RDONLY)
+                self._fds[shard] = os.open(self.path_of(shard), os.O_RDONLY)
             return self._fds[shard]

@@ -34,10 +34,8 @@ _BYTES = ir.VectorType(_I8, 64)
 
 TILE_K, TILE_N = 16, 64
 _BLOCK_WORDS = 16  # of every source row a step: 64 bytes, one cache line
-_MOST_K_TILES, _MOST_TILE_WORDS = (
-    8,
-    256,
-)  # k-tiles a step of 4-bit codes, words a tile of 8-bit ones
+_MOST_K_TILES = 8  # a step, of 4-bit codes
+_MOST_TILE_WORDS = 256  # of 8-bit codes
 
 
 def _indices(values: list[int]) -> ir.Constant:

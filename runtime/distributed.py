@@ -233,7 +233,7 @@ def ranks_from_environment(output: Path) -> Ranks:
             + (f"WORLD_SIZE says that {world} were started: " if world > 1 else "1 was started: ")
             + f"start {tp} (torchrun --nproc-per-node {tp})"
             + (", or alone without WORLD_SIZE" if tp == 1 else "")
-            + f", or convert with --tp {world}."
+            + f", or reshard it to --tp {world}."
         )
     return team_from_environment(tp).ranks
 

@@ -340,7 +340,7 @@ class Engine:
         if mode not in MODES:
             raise OptionError(f"mode {mode!r} is none of {', '.join(MODES)}.")
         if mode != "ar" and self.drafter is None:
-            raise OptionError(f"mode {mode} needs a drafter: give its folder.")
+            raise OptionError(f"mode {mode} needs a drafter: give its folder (--drafter).")
         if budget != AUTO and not (isinstance(budget, int) and 0 <= budget <= _MOST):
             raise OptionError(f"budget {budget} is neither {AUTO} nor a number from 0 to {_MOST}.")
         if not 0 <= temperature <= _HOTTEST:

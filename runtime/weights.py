@@ -85,7 +85,7 @@ class Blobs:
         if ranks.size != tp:
             raise UnsupportedError(
                 f"{folder} was converted for {tp} rank(s), {ranks.size} were started: start {tp}"
-                f" (torchrun --nproc-per-node {tp}), or convert with --tp {ranks.size}."
+                f" (torchrun --nproc-per-node {tp}), or reshard it to --tp {ranks.size}."
             )
         self.rank = ranks.rank
         self.layout: Layout | None = None  # of the experts, as their blobs say

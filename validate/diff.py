@@ -128,7 +128,7 @@ class _Side:
         for chunk in self.reader.chunks(tensor, self._scratch.take("c", (CHUNK_BYTES,), np.uint8)):
             state.update(chunk)
             yield chunk
-        refuse_changed(tensor, state.hexdigest(), group.digest_of(tensor))
+        refuse_changed(self.reader, tensor, state.hexdigest(), group.digest_of(tensor))
 
 
 def diff(

@@ -101,7 +101,11 @@ def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Findi
         try:
             header, info = read_blob(output / name)
         except (CheckpointError, OutputError) as error:
-            findings.append(Finding(name, str(error)))
+            # Findings name the file themselves, and what is advised is for a download.
+            text = str(error).removeprefix(f"{output / name}").lstrip(", ")
+            findings.append(
+                Finding(name, text.removesuffix("; download it again.").removesuffix("."))
+            )
             continue
         blobs.append(Blob(name, header, info))
     return blobs, findings
@@ -212,7 +216,7 @@ def _dtypes(role: Role, quantization: Quantization) -> tuple[str, ...]:
 
 
 def _stacked_shapes(manifest: Manifest, dims: ModelDims, rank: int) -> dict[str, tuple[int, ...]]:
-    """DESIGN.md's table of shapes, for one rank."""
+    """FORMAT.md's table of shapes, for one rank."""
     layout = layout_named(manifest.layout)(dims.quantization)
     experts, rows = rank_slice(dims, Parallelism(manifest.tp, manifest.ep), rank)
     cuts = [tensor.cut(rows, dims.hidden) for tensor in stacked_tensors(dims.quantization)]

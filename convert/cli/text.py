@@ -79,7 +79,8 @@ def plan_text(table: dict[str, Any]) -> str:
     if table["share"]:
         lines.append(f"of all, {table['share']}")
     for name, folder in sorted(table["folders"].items()):
-        lines.append(f"  {name}/  {folder['files']} files  {size(folder['bytes'])}")
+        files = "1 file" if folder["files"] == 1 else f"{folder['files']} files"
+        lines.append(f"  {name}/  {files}  {size(folder['bytes'])}")
     lines.append(f"total  {size(table['bytes'])}")
     if table["published_files"]:
         lines.append(f"{table['published_files']} files are there already")
@@ -168,7 +169,9 @@ def _notes(table: dict[str, Any]) -> list[str]:
     notes = [f"warning: {text}" for text in table["warnings"]]
     notes += [f"ignored: {text}" for text in table["ignored"]]
     if not table["verified"]:
-        notes.append("contents were not compared with hashes: --verify does, where any are at hand")
+        notes.append(
+            "contents were not compared with hashes: --verify does, if hashes came with them"
+        )
     if table["replaced"]:
         count, nbytes = len(table["replaced"]), sum(table["replaced"].values())
         notes.append(f"replaced or removed (--overwrite): {count} files, {size(nbytes)}")

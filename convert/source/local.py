@@ -17,6 +17,7 @@ from kconvert.convert.source.protocol import Deliveries
 from kconvert.layouts.checkpoint import INDEX_NAME, Checkpoint, Shard, read_checkpoint
 from kconvert.layouts.errors import ChangedFileError, CheckpointError, OptionError
 from kconvert.layouts.fields import CONFIG_NAME
+from kconvert.layouts.manifest import MANIFEST_NAME
 
 _SAMPLES = 64
 _SAMPLE_BYTES = 4096
@@ -165,6 +166,11 @@ def read_local(folder: Path, verify: bool = False) -> LocalSource:
         raise CheckpointError(
             f"{folder} is neither a folder here nor the name of a repository on the Hub, like"
             " moonshotai/Kimi-K2.6: give one of them."
+        )
+    if (folder / MANIFEST_NAME).exists():
+        raise CheckpointError(
+            f"{folder} holds {MANIFEST_NAME}: it is an output of kconvert, not a checkpoint; give"
+            " the checkpoint it was made from, or use `kconvert reshard` or `kconvert export`."
         )
     checkpoint = read_checkpoint(folder)
     oids = None

@@ -24,6 +24,7 @@ class StoredExpert:
 
     def __init__(self, group: StoredGroup, index: int, reader: Reader, scratch: Scratch) -> None:
         self._group, self._index, self._scratch = group, index, scratch
+        self._reader = reader
         self._parts: dict[StackedTensor, list[tuple[Part, NDArray[Any]]]] = {}
         self._whole: dict[StackedTensor, NDArray[Any]] = {}
         places = []
@@ -39,7 +40,8 @@ class StoredExpert:
         """Raise CheckpointError if a part was changed."""
         for part, array in (pair for pairs in self._parts.values() for pair in pairs):
             found = digest(array.data.cast("B"))
-            refuse_changed(part.place, found, part.digest, f", expert {self._index}")
+            which = f", expert {self._index}"
+            refuse_changed(self._reader, part.place, found, part.digest, which)
 
     def lies_as(self, other: "StoredExpert") -> bool:
         """Whether both are, byte for byte and rank for rank, the same."""
@@ -121,11 +123,13 @@ def _as_they_lie(
     )
 
 
-def refuse_changed(tensor: SourceTensor, found: str, wanted: str | None, which: str = "") -> None:
-    """Raise CheckpointError where what was read has another digest than it must have; `which` of
-    a stacked tensor."""
+def refuse_changed(
+    reader: Reader, tensor: SourceTensor, found: str, wanted: str | None, which: str = ""
+) -> None:
+    """Raise ChangedFileError where what `reader` read has another digest than it must have;
+    `which` of a stacked tensor."""
     if wanted not in (None, found):
         raise ChangedFileError(
-            f"{tensor.shard}, tensor {tensor.name}{which}: its bytes were changed, the digest is"
-            " another: copy the file again, or convert it again."
+            f"{reader.path_of(tensor.shard)}, tensor {tensor.name}{which}: its bytes were changed:"
+            " the digest disagrees; copy the file again, or convert it again."
         )

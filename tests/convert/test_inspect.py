@@ -92,13 +92,28 @@ def test_what_is_nothing_known(out: Path, tmp_path: Path, kconvert) -> None:
         ("models--org--name", "give a folder in it: snapshots/0123"),
         ("no config", "it holds weights, and to be a checkpoint lacks its config.json"),
         ("plain/notes.txt", "is no safetensors file: of files, only those can be inspected"),
-        ("not/a/thing", "is not here, nor the name of a repository on the Hub"),
+        ("not/a/thing", "is neither a file or folder here nor the name of a repository on the Hub"),
         ("models/a/config.json", f"is one file of a folder: give {tmp_path}/models/a"),
     ):
         outcome = kconvert("inspect", tmp_path / path)
         assert (outcome.code, outcome.out, outcome.err.count("\n")) == (2, "", 1)
         assert words in outcome.err
     assert kconvert("inspect", "").code == 2
+
+
+def test_an_output_that_lacks_something_says_so(out: Path, tmp_path: Path, kconvert) -> None:
+    assert inspect(out)["damaged_files"] == []
+    cut = shutil.copytree(out, tmp_path / "cut")
+    (cut / "common/outer.safetensors").unlink()
+    blob = "rank-00001-of-00002/layer-00002.safetensors"
+    with open(cut / blob, "r+b") as file:
+        size = file.seek(0, 2)
+        file.truncate(size - 1)
+    assert inspect(cut)["damaged_files"] == [
+        "common/outer.safetensors is missing", f"{blob} has {size - 1:,} bytes, {size:,} expected",
+    ]  # fmt: skip
+    said = kconvert("inspect", cut).out
+    assert "damaged files: common/outer.safetensors is missing" in said
 
 
 def test_whether_and_for_what_it_can_be_converted(tmp_path: Path) -> None:
@@ -124,5 +139,8 @@ def test_tensors_by_a_pattern(tmp_path: Path, kconvert) -> None:
     assert {entry["file"] for entry in stacked.values()} == {
         f"rank-0000{rank}-of-00002/layer-00001.safetensors" for rank in range(2)
     }
+    assert all(key.startswith(f"{entry['file']}: ") for key, entry in stacked.items())
+    anchored = inspect(tmp_path / "out", "language_model.*layers.1.*w13_weight_packed")
+    assert anchored["tensors_found"] == stacked  # the pattern is of a tensor's name
     assert kconvert("inspect", KIMI_MINI, "--tensors", "nothing").code == 0
     assert inspect(KIMI_MINI / "model-00006-of-000006.safetensors", "*")["tensors_found"]

@@ -167,7 +167,7 @@ def test_refused_as_a_conversion_is(tmp_path: Path, kconvert) -> None:
         (("a", "a", "--tp", 4), "lies in the source"),
         (("a", "a/b", "--tp", 4), "lies in the source"),
         (("part", "b", "--tp", 4), "holds a part of the model"),
-        (("nothing", "b", "--tp", 4), "has no kconvert.json"),
+        (("nothing", "b", "--tp", 4), "nothing is not a folder: give an output"),
         (("a", "part", "--tp", 4), "is for marlin tp 1 ep 1, this run is for marlin tp 4"),
     ]:
         paths = [tmp_path / argument for argument in arguments[:2]]

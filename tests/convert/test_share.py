@@ -169,7 +169,7 @@ def test_launchers() -> None:
     with pytest.raises(UnsupportedError, match="RANK=4 and WORLD_SIZE=4 in the environment are no"):
         share_of_launcher({"RANK": "4", "WORLD_SIZE": "4"})
     for text in ("4/4", "1", "-1/2", "a/b", "0/0"):
-        with pytest.raises(UnsupportedError, match="one of N, counted from 0"):
+        with pytest.raises(UnsupportedError, match="is not I/N with I from 0 to N - 1"):
             parse_share(text)
 
 

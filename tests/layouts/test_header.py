@@ -77,7 +77,8 @@ def test_a_file_of_another_length(data: int, kind: type[CheckpointError]) -> Non
     ("content", "words"),
     [
         (b"", "is empty"), (b"1234567", "is truncated: 7 bytes"),
-        ((1 << 40).to_bytes(8, "little") + b"{}", "no safetensors file or is truncated"),
+        ((1 << 40).to_bytes(8, "little") + b"{}", "is no safetensors file: its header claims"),
+        ((1 << 20).to_bytes(8, "little") + b"{}", "truncated: 10 bytes found, 1,048,584 expected"),
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     ],
 )  # fmt: skip

@@ -47,7 +47,7 @@ def test_world_of_another_size_is_refused_at_once(command, tmp_path, kconvert, m
         return outcome.code, outcome.err.removeprefix(f"kconvert: {tmp_path}/{output} was ")
 
     said = "converted for {} rank(s), WORLD_SIZE says that 8 were started: start {}"
-    said += " (torchrun --nproc-per-node {}){}, or convert with --tp 8.\n"
+    said += " (torchrun --nproc-per-node {}){}, or reshard it to --tp 8.\n"
     assert run("one") == (2, said.format(1, 1, 1, ", or alone without WORLD_SIZE"))
     assert run("two") == (2, said.format(2, 2, 2, ""))
     monkeypatch.delenv("WORLD_SIZE")

@@ -64,6 +64,13 @@ def test_a_sample_does_not_claim_the_whole(pristine: Path, kconvert) -> None:
     assert "every code and scale of 2 experts a layer is the source's" in said
 
 
+def test_a_truncated_blob_is_not_to_be_downloaded_again(out: Path) -> None:
+    os.truncate(out / RANK1, (out / RANK1).stat().st_size - 1)
+    said = [str(finding) for finding in validate(out).findings]
+    assert any(text.startswith(f"{RANK1}: is truncated: ") for text in said), said
+    assert not any(str(out) in text or "download" in text for text in said)
+
+
 @pytest.mark.parametrize("with_source", [False, True])
 def test_changed_bytes(with_source: bool, out: Path) -> None:
     tensor = f"{PREFIX}w2_weight_packed"
@@ -201,7 +208,7 @@ STRUCTURE: dict[str, tuple[Callable[[Path], object], str, str]] = {
     "missing blob": (lambda o: (o / RANK1).unlink(), RANK1, "is missing"),
     "truncated blob": (lambda o: os.truncate(o / RANK1, 9999), RANK1, "has 9,999 bytes"),
     "blob of zeros": (no_header, RANK1, "header"),
-    "changed header": (other_header, RANK1, "header"),
+    "changed header": (other_header, RANK1, "its metadata is not readable"),
     "swapped ranks": (swapped_ranks, RANK1, "its header is not the one"),
     "changed small file": (
         lambda o: change_bytes(o / "config.json", b"yarn", b"YARN"),

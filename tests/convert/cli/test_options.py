@@ -17,8 +17,8 @@ from kit import KIMI_MINI
         (["--tp", 0], ["1 to 10,000"]),
         (["--tp", 100_000_000], ["1 to 10,000"]),
         (["--layout", "awq"], ["'awq' is not one of 'marlin', 'w4a16'"]),
-        (["--layers", "7"], ["--layers 7", "0 to 2"]),
-        (["--tp", 2, "--ranks", "2"], ["--ranks 2", "0 to 1"]),
+        (["--layers", "7"], ["--layers 7: the model has layers 0-2"]),
+        (["--tp", 2, "--ranks", "2"], ["--ranks 2: --tp 2 has ranks 0-1"]),
     ],
 )
 def test_options_that_do_not_fit(options, words, tmp_path: Path, kconvert) -> None:

@@ -188,3 +188,10 @@ def test_a_folder_that_is_empty(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     with pytest.raises(CheckpointError, match=r"config\.json is missing"):
         convert(tmp_path / "source", tmp_path / "out")
+
+
+def test_an_output_is_no_source(tmp_path: Path) -> None:
+    convert(KIMI_MINI, tmp_path / "out", tp=1)
+    with pytest.raises(CheckpointError, match="is an output of kconvert, not a checkpoint"):
+        convert(tmp_path / "out", tmp_path / "again", tp=1)
+    assert not (tmp_path / "again").exists()
