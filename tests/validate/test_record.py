@@ -137,6 +137,23 @@ def test_odd_scales_are_counted() -> None:
     assert (exponents.zeros, exponents.least, exponents.greatest) == (1, 1.0, 4.0)
 
 
+@pytest.mark.parametrize("dtype", ["BF16", "F16"])
+def test_every_scale_there_is(dtype: str) -> None:
+    """Against numpy, of all 65,536 bit patterns."""
+    bits = np.random.default_rng(0).permutation(1 << 16).astype(np.uint16)
+    with np.errstate(invalid="ignore"):  # signaling NaN
+        values = np.abs(widened(bits, dtype).astype(np.float64))
+    finite = values[np.isfinite(values)]
+    normal = 2.0**-126 if dtype == "BF16" else 2.0**-14
+    sums = sum_scales(bits, dtype)
+    assert sums.zeros == (finite == 0).sum() == 2
+    assert sums.denormals == ((finite > 0) & (finite < normal)).sum()
+    assert sums.not_finite == len(values) - len(finite)
+    assert (sums.least, sums.greatest) == (finite[finite > 0].min(), finite.max())
+    assert sums.total == pytest.approx(finite.sum(), rel=1e-12)
+    assert sums.squares == pytest.approx((finite**2).sum(), rel=1e-12)
+
+
 def conforms(value: Any, schema: dict[str, Any], where: str = "") -> None:
     """As far as this schema goes; a key that it does not know is a fault."""
     kinds = {"object": dict, "array": list, "string": str, "integer": int, "number": (int, float),

@@ -6,13 +6,17 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit import KIMI_MINI, SHARD, change_json, copy_mini, forge
+from numpy.typing import NDArray
 
 from kconvert.convert import convert
+from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.header import read_header
 from kconvert.layouts.manifest import encode_manifest, read_manifest
+from kconvert.layouts.reader import Reader
 from kconvert.validate import validate
 
 RANK1 = "rank-00001-of-00002/layer-00001.safetensors"
@@ -52,6 +56,24 @@ def test_a_sound_output(pristine: Path) -> None:
     assert alone.bytes_read < data  # each byte of the blobs' data once, headers apart
     shapes = 2 * 8 * 3 * 8  # weight_shape is in the source alone
     assert checked.bytes_read - alone.bytes_read == 4_627_328 == alone.bytes_read + shapes
+
+
+def test_the_disk_is_asked_for_experts_ahead_of_their_turn(pristine: Path, monkeypatch) -> None:
+    """For just what is read of them then; the first two were not asked for."""
+    asked: list[tuple[str, int]] = []
+    read: list[tuple[str, int]] = []
+    real = Reader.read_into
+
+    def read_into(self: Reader, tensor: SourceTensor, out: NDArray[Any]) -> None:
+        read.append((tensor.shard, tensor.start))
+        real(self, tensor, out)
+
+    monkeypatch.setattr(Reader, "expect", lambda _, t: asked.append((t.shard, t.start)))
+    monkeypatch.setattr(Reader, "read_into", read_into)
+    monkeypatch.setattr("kconvert.validate.data._AHEAD", 2)
+    assert validate(pristine, KIMI_MINI, workers=1).ok
+    assert len(asked) == len(set(asked)) and set(asked) < set(read)
+    assert len(asked) == 2 * 6 * (6 + 2 * 4)  # layers, experts; tensors of the source, of ranks
 
 
 def test_a_sample(pristine: Path) -> None:
