@@ -96,7 +96,7 @@ def _group(groups: dict[str, Group], name: str) -> Group:
 class _Held(NamedTuple):
     """An expert, and the blobs that hold parts of it."""
 
-    index: int
+    expert: int
     owners: list[tuple[Blob, RankSlice]]
 
 
@@ -186,12 +186,12 @@ class _Data:
 
     def _expect(self, held: _Held, group: Group | None) -> None:
         """Ask for the bytes that the check of this expert will read."""
-        for tensor in () if group is None else group.experts[held.index].kept:
+        for tensor in () if group is None else group.experts[held.expert].kept:
             self._shards.expect(tensor)
         for blob, part in held.owners:
-            local = part.experts.index(held.index)
-            for tensor in blob.header.tensors.values():
-                self._blobs.expect(in_blob(blob.path, tensor).part(local))
+            local = part.experts.index(held.expert)
+            for entry in blob.header.tensors.values():
+                self._blobs.expect(in_blob(blob.path, entry).part(local))
 
     def _expert(
         self,

@@ -240,7 +240,7 @@ def _sum(bits, shift, normal):  # type: ignore[no-untyped-def]
     for i in range(len(bits)):
         magnitude = np.uint32((np.uint32(bits[i]) << shift) & np.uint32(0x7FFFFFFF))
         finite = np.uint32(magnitude if magnitude < _INFINITE else np.uint32(0))
-        not_finite += magnitude >= _INFINITE
+        not_finite += int(magnitude >= _INFINITE)
         zeros += magnitude == 0
         small += magnitude < normal
         value = np.float64(_as_float(finite))
