@@ -19,6 +19,8 @@ ROOT = Path(__file__).parent.parent
         ("convert/bench/results/convert.json", bench_text.convert_text),
         ("convert/bench/results/convert-16-cores.json", bench_text.convert_text),
         ("convert/bench/results/reshard.json", bench_text.reshard_text),
+        ("convert/bench/results/validate.json", bench_text.validate_text),
+        ("convert/bench/results/validate-16-cores.json", bench_text.validate_text),
         ("convert/bench/results/plan.json", bench_text.plan_text),
         ("runtime/bench/results/cpu-decode.json", bench_text.decode_text),
         ("runtime/bench/results/cpu-exact.json", bench_text.exact_text),
