@@ -30,11 +30,13 @@ extern "C" __global__ void __launch_bounds__(kThreads, 1)
     double best = -__longlong_as_double(0x7ff0000000000000ll);
     int token = 0x7fffffff;
     bool wrong = false;
+#pragma unroll 4
     for (int i = lane; i < ranks * chunks; i += 32) {
       const long long at = ((long long)(i / chunks) * rows + r) * chunks + i % chunks;
       const double value = values[at];
+      const int its = tokens[at];  // asked for with the value, not after it
       wrong |= value != value;
-      if (value > best || (value == best && tokens[at] < token)) best = value, token = tokens[at];
+      if (value > best || (value == best && its < token)) best = value, token = its;
     }
 #pragma unroll
     for (int d = 16; d; d /= 2) {
