@@ -49,7 +49,7 @@ REGISTERS = {
     ("moe/combine", 0): (47, 48, 48),
     ("w4a16/rows", 0): (31, 32, 36),
     ("floor/read", 0): (29, 28, 32),
-    ("rows/add_norm", 0): (60, 54, 70),
+    ("rows/add_norm", 0): (60, 58, 70),
     ("rows/embed", 0): (30, 30, 34),
     ("attention/store", 0): (38, 32, 35),
     ("attention/queries", 0): (64, 64, 94),
