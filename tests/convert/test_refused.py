@@ -357,7 +357,8 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
         in_quantization(lambda t: t.update(quant_method="mxfp4")), ["config_groups is not a field"],
     ),
     "gpt-oss's MXFP4 of another family": (
-        in_text(quantization_config={"quant_method": "mxfp4"}), ["gpt-oss's", "mxfp4-pack-quant"],
+        in_text(quantization_config={"quant_method": "mxfp4"}),
+        ["gpt-oss alone", "mxfp4-pack-quant"],
     ),
     "GPTQ of two widths": (
         in_text(quantization_config={
