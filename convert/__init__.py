@@ -1,4 +1,4 @@
-"""The compiler: from a quantized checkpoint to one folder of blobs a GPU."""
+"""The compiler: from a quantized checkpoint to one folder of blobs for each GPU."""
 
 from collections.abc import Collection
 from pathlib import Path
@@ -45,11 +45,11 @@ def convert(
     verify: bool = False,
     scale_dtype: str | None = None,
 ) -> "Conversion":
-    """Convert `source`, a checkpoint's folder or its name on the Hub, into `output`, resuming what
-    is there.
+    """Convert `source`, a checkpoint's folder or its name on the Hub, into `output`; what is there
+    already is resumed.
 
-    The options are the command line's. Raises a `kconvert.layouts.KconvertError`, or OSError as the
-    system gives it.
+    The options mean what they do on the command line. Raises a `kconvert.layouts.KconvertError`, or
+    OSError as the system gives it.
     """
     from kconvert.convert.prepare import Options, prepare  # numba is not for `--help`
     from kconvert.convert.run import run
@@ -74,7 +74,10 @@ def convert(
 
 
 def finish_output(output: str | Path) -> "Manifest":
-    """Write the manifest of an output that several shares have made: `kconvert finish`."""
+    """Write the manifest of an output that several shares have made: `kconvert finish`.
+
+    Raises OutputError if something is missing, UnavailableError if a run is at work.
+    """
     from kconvert.convert.run import finish
 
     return finish(Path(output))
@@ -91,7 +94,10 @@ def reshard_output(
     workers: int | None = None,
 ) -> "Conversion":
     """Make `new` from the blobs of `output` for another layout (None: the same) or parallelism:
-    `kconvert reshard`. Bit for bit what a conversion of the source would be."""
+    `kconvert reshard`. It is, bit for bit, what a conversion of the source would be.
+
+    Raises what `convert` does.
+    """
     from kconvert.convert.reshard import prepare_reshard
     from kconvert.convert.run import run
 
@@ -103,15 +109,22 @@ def reshard_output(
 
 
 def export_output(output: str | Path, new: str | Path, *, workers: int | None = None) -> "Exported":
-    """Turn `output` back into a checkpoint of the format it was made from: `kconvert export`."""
+    """Turn `output` back into a checkpoint of the format it was made from: `kconvert export`.
+
+    Raises what `convert` does; UnsupportedError if blobs do not keep every byte of that format.
+    """
     from kconvert.convert.export import prepare_export, run_export
 
     return run_export(prepare_export(output, new, workers))
 
 
 def describe(source: str | Path, tensors: str | None = None) -> dict[str, Any]:
-    """What a folder, a file or a repository of the Hub is, as `kconvert inspect --json` has it;
-    `tensors` is a pattern (* and ?) of names to list."""
+    """What a folder, a file or a repository of the Hub is, as `kconvert inspect --json` says it;
+    `tensors` is a pattern (* and ?) of names to list.
+
+    Raises CheckpointError if it is nothing known, OutputError for a damaged output,
+    UnavailableError if the Hub cannot be asked.
+    """
     from kconvert.convert.inspect import inspect
 
     return inspect(source, tensors)

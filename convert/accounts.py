@@ -1,4 +1,4 @@
-"""The plan's accounts: every source tensor goes to one place, every byte of it."""
+"""The plan's accounts: every source tensor goes to one place, with every byte."""
 
 from collections.abc import Iterable
 from operator import attrgetter
@@ -13,10 +13,10 @@ _PLACE = attrgetter("shard", "start", "name")
 
 
 def check_accounts(plan: Plan) -> None:
-    """Every source tensor goes to one place, every byte of it: raise KconvertError otherwise.
+    """Raise KconvertError unless every source tensor goes to one place, with every byte.
 
-    Where all ranks of a group are planned, the bytes written are the bytes read, less what is
-    checked and dropped (weight_shape), plus what every rank that shares an expert needs whole.
+    If all ranks of a group are planned, the bytes written are the bytes read, less what is checked
+    and dropped (weight_shape), plus what every rank that shares an expert needs whole.
     """
     seen: set[tuple[str, int, str]] = set()
     moe_tp, quantization = plan.target.parallelism.moe_tp, plan.dims.quantization
@@ -45,7 +45,7 @@ def check_accounts(plan: Plan) -> None:
 def _stored_bytes(
     experts: Iterable[Expert], stacked: StackedTensor, scale_dtype: str | None
 ) -> int:
-    """Bytes of what experts give to a stacked tensor, cast if that is asked for."""
+    """Bytes that experts contribute to a stacked tensor, cast if that is asked for."""
     nbytes, cast = 0, scale_dtype if stacked.role == "scale" else None
     for expert in experts:
         fused = expert.up is expert.gate  # one matrix gives both

@@ -35,8 +35,8 @@ _Turns = tuple[list[Turn], list[Turn]]  # for the files of every other job: two 
 
 
 class JobFiles(NamedTuple):
-    """Where a job's files lie: those being written under their temporary and their final names, by
-    their paths in the plan; and its shards."""
+    """Where a job's files lie: by its path in the plan, each blob's temporary and final name; and
+    its shards."""
 
     blobs: dict[str, tuple[Path, Path]]
     shards: dict[str, Path]
@@ -46,7 +46,7 @@ class Crew(Protocol):
     """Does tasks. Several threads may ask at once, each waits for its own."""
 
     def do(self, job: int, number: int, files: JobFiles, active: tuple[int, ...]) -> Done:
-        """Do task `number` of a job; `active` are the jobs that more is to come of."""
+        """Do task `number` of a job; `active` are the jobs whose tasks are not all done."""
 
     def forget(self, shard: str) -> None:
         """Nothing more is read from a shard."""
@@ -127,14 +127,14 @@ class _Processes:
         self._idle: SimpleQueue[Connection] = SimpleQueue()
         self._ours: list[Connection] = []
         self._processes: list[Any] = []
-        warm_up(plan.target.layout)  # what is compiled once is there for all
+        warm_up(plan.target.layout)  # compiled once, before the fork, for all
         fork = multiprocessing.get_context("fork")
         turns = _turns(plan, partial(_shared_lock, fork))
-        gc.freeze()  # or every look of the collector would copy the plan's pages
+        gc.freeze()  # or the collector, looking at the plan's objects, would copy their pages
         try:
             for _ in range(workers):
                 ours, theirs = fork.Pipe()
-                others = [*self._ours, ours]  # a copy of these would keep a worker from hearing
+                others = [*self._ours, ours]  # while a worker has one open, none sees it closed
                 given = (plan, turns, theirs, others)
                 process = fork.Process(target=_serve, args=given, daemon=True)
                 with warnings.catch_warnings():
@@ -157,7 +157,7 @@ class _Processes:
             worker.send((job, number, files, active))
             done, intervals = worker.recv()
         except (EOFError, OSError):
-            for process in self._processes:  # whoever waits for one is told so too
+            for process in self._processes:  # so that whoever waits for another is told too
                 process.kill()
             raise LostProcessError(
                 "a worker process ended before its work was done (was it killed for lack of"
@@ -199,7 +199,7 @@ def _shared_lock(context: Any) -> Turn:
 
 
 def _serve(plan: Plan, turns: _Turns, connection: Connection, others: list[Connection]) -> None:
-    """A worker process: does what it is told until nobody is there any more."""
+    """A worker process: does what it is told until the connection is closed."""
     for sign in (signal.SIGINT, signal.SIGTERM):
         # A terminal interrupts all; the one who asks decides, and then ends this connection.
         signal.signal(sign, signal.SIG_IGN)

@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from kconvert.convert.crew import JobFiles, crew
-from kconvert.convert.expert import memory_bound as memory_of_expert
+from kconvert.convert.expert import expert_bytes
 from kconvert.convert.oddities import Oddity, sentences
 from kconvert.convert.output.publish import OwnedWorkspace
 from kconvert.convert.output.writer import BlobWriter
@@ -38,7 +38,7 @@ def memory_bound(plan: Plan, workers: int) -> int:
     expert = piece = 0
     for job in plan.jobs:
         if job.experts:
-            expert = max(expert, memory_of_expert(plan, job.group))
+            expert = max(expert, expert_bytes(plan, job.group))
         for file in job.files:
             piece = max(piece, sum(t.blob.nbytes // t.blob.experts for t in file.stacked))
     return workers * (expert + piece + 2 * CHUNK_BYTES)  # one to read, one to write
@@ -63,8 +63,8 @@ def execute(
 ) -> Executed:
     """Write and publish every file of `plan`.
 
-    Raises CheckpointError for a fault in the source's data, UnavailableError if a shard cannot
-    be got, OSError as the system gives it; unpublished files are gone then, published ones stay.
+    Raises CheckpointError for a fault in the source's data, UnavailableError if a shard cannot be
+    fetched, OSError as the system gives it; then unpublished files are gone, published ones stay.
     """
     order = [job.shards for job in plan.jobs]
     under_way: deque[Future[Landed]] = deque()
@@ -98,7 +98,7 @@ def execute(
 
         try:
             for i, job in enumerate(plan.jobs):
-                # Where a shard is still to come, a fault must not wait for it.
+                # If a shard is still to come, a fault must not wait for it.
                 most = _UNDER_WAY if shards.ready(i) else 1
                 while len(under_way) >= most:
                     landed.append(under_way.popleft().result())
@@ -136,9 +136,9 @@ def _check_bytes(job: Job, done: list[Done]) -> None:
 
 
 def _results(futures: list[Future[Done]]) -> list[Done]:
-    """What the tasks did; raises the first fault, not waiting for the others, and CancelledError
-    if they were called off."""
+    """What the tasks did. Raises the first fault without waiting for the others, and CancelledError
+    if they were cancelled."""
     finished: SimpleQueue[Future[Done]] = SimpleQueue()
-    for future in futures:  # concurrent.futures.wait does not hear of futures that are called off
+    for future in futures:  # concurrent.futures.wait does not notice that futures are cancelled
         future.add_done_callback(finished.put)
     return [finished.get().result() for _ in futures]

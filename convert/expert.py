@@ -1,4 +1,4 @@
-"""An expert in memory: read from a checkpoint or from blobs, and what it gives to a rank."""
+"""An expert in memory, read from a checkpoint or from blobs, and what ranks take from it."""
 
 from typing import Any, Protocol
 
@@ -31,7 +31,8 @@ class LoadedExpert(Protocol):
         """What is odd about it. Raises CheckpointError if it is damaged."""
 
     def fill(self, cut: Cut, layout: Layout, out: NDArray[Any]) -> None:
-        """Once it is checked, write what `cut` takes of it into `out`, in the order of `layout`."""
+        """Write the part of it that `cut` takes into `out`, in the order of `layout`. Call `check`
+        first."""
 
 
 def load(plan: Plan, group: Group, index: int, reader: Reader, scratch: Scratch) -> LoadedExpert:
@@ -42,8 +43,8 @@ def load(plan: Plan, group: Group, index: int, reader: Reader, scratch: Scratch)
 
 
 class _FromCheckpoint:
-    """Its tensors as they are stored; plain, and scales cast if that is asked for, once they are
-    checked."""
+    """An expert's tensors as they are stored. `check` makes them plain, and casts scales if that is
+    asked for."""
 
     def __init__(self, plan: Plan, expert: Expert, reader: Reader, scratch: Scratch) -> None:
         self._plan, self._expert, self._scratch = plan, expert, scratch
@@ -73,7 +74,7 @@ class _FromCheckpoint:
         return odd
 
     def _cast(self, projection: Projection, tensor: SourceTensor) -> list[Oddity]:
-        """Make scales bf16, and say how many are not what they were."""
+        """Cast scales to bf16, and say how many were rounded."""
         scales = self._plain[projection, "scale"]
         out = self._scratch.take(f"cast {projection}", scales.shape, np.uint16)
         lost = cast_to_bf16(scales, tensor.dtype, out)
@@ -92,7 +93,8 @@ class _FromCheckpoint:
 
 
 class _FromBlobs:
-    """Its digests say whether it is what was converted; what was odd was said then."""
+    """An expert's parts in blobs. Digests tell whether they are what was converted; oddities were
+    reported then."""
 
     def __init__(self, stored: StoredExpert) -> None:
         self._stored, self.bytes_read = stored, stored.bytes_read
@@ -105,8 +107,8 @@ class _FromBlobs:
         self._stored.fill(cut, layout, out)
 
 
-def memory_bound(plan: Plan, group: Group) -> int:
-    """Upper bound in bytes of what a loaded expert holds while it is packed."""
+def expert_bytes(plan: Plan, group: Group) -> int:
+    """Upper bound in bytes of the buffers of a loaded expert while it is packed."""
     layout, copies = plan.target.layout, plan.format.copies
     read = sum(tensor.nbytes for tensor in group.read_for(0))
     if not isinstance(group, StoredGroup):

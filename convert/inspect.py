@@ -23,6 +23,7 @@ from kconvert.layouts.checkpoint import (
     SourceTensor,
     read_checkpoint,
     read_json,
+    tensor_in,
 )
 from kconvert.layouts.errors import CheckpointError, KconvertError, OutputError, UnsupportedError
 from kconvert.layouts.families.config_keys import mention_of, warnings_of
@@ -42,10 +43,10 @@ _SUFFIX = ".safetensors"
 def inspect(source: str | Path, tensors: str | None = None) -> dict[str, Any]:
     """Facts about a folder, a file or a repository of the Hub, by name, ready for JSON.
 
-    `tensors`: a pattern (* and ?) of names; those that fit are listed too. `kind` says what it is;
-    if that is a checkpoint which cannot be converted, `refused` says why. Raises CheckpointError
-    if it is nothing known or damaged, OutputError for a damaged output, UnavailableError if
-    the Hub cannot be asked.
+    `tensors`: a pattern (* and ?) of names; tensors that match are listed too. The result's `kind`
+    says what it is; if that is a checkpoint which cannot be converted, `refused` says why. Raises
+    CheckpointError if it is damaged or nothing known, OutputError for a damaged output,
+    UnavailableError if the Hub cannot be asked.
     """
     name = hub_name(str(source))
     if name is not None:
@@ -83,7 +84,8 @@ def _listed(found: dict[str, SourceTensor], pattern: str | None) -> dict[str, An
 
 
 def _tensors_in(folder: Path) -> dict[str, SourceTensor]:
-    """Those that a checkpoint's index names; in another folder those of every safetensors file."""
+    """The tensors that a checkpoint's index names; in any other folder, those of every safetensors
+    file."""
     if (folder / CONFIG_NAME).exists() and not (folder / MANIFEST_NAME).exists():
         with suppress(KconvertError):  # a drafter has no index
             return read_checkpoint(folder).tensors
@@ -93,11 +95,9 @@ def _tensors_in(folder: Path) -> dict[str, SourceTensor]:
 def _tensors_of(files: list[Path], folder: Path) -> dict[str, SourceTensor]:
     """By name, and if several ranks have one of that name, with its file before it."""
     found = [
-        SourceTensor(
-            t.name, t.dtype, t.shape, file.relative_to(folder).as_posix(), t.start, t.nbytes
-        )
+        tensor_in(file.relative_to(folder).as_posix(), entry)
         for file in files
-        for t in read_header(file).tensors.values()
+        for entry in read_header(file).tensors.values()
     ]
     times = Counter(t.name for t in found)
     return {f"{t.shard}: {t.name}" if times[t.name] > 1 else t.name: t for t in found}
@@ -120,7 +120,7 @@ def _folder(path: Path) -> dict[str, Any]:
 
 
 def _unknown(path: Path) -> str:
-    """Why a folder is nothing that is known here, and what could be meant."""
+    """Why a folder is nothing known, and what could be meant."""
     inside = sorted(path.iterdir())
     if not inside:
         return f"{path} is an empty folder."
@@ -163,7 +163,7 @@ def _output(path: Path) -> dict[str, Any]:
 
 
 def _damaged(path: Path, sizes: dict[str, int]) -> list[str]:
-    """What files of an output show that are not there whole, without a look into them."""
+    """A sentence for each file of an output that is missing or has another size than it should."""
     found = {name: (path / name).stat().st_size for name in sizes if (path / name).is_file()}
     return [
         f"{name} has {found[name]:,} bytes, {size:,} expected" if name in found
@@ -207,7 +207,7 @@ def _plan(outline: Outline) -> dict[str, Any]:
 
 
 def _blobs(path: Path) -> dict[str, Any]:
-    """A folder of blobs: one GPU's, or what all have in common."""
+    """A folder of blobs: one rank's, or what all have in common."""
     files = sorted(path.glob(f"*{_SUFFIX}"))
     headers = {file: read_header(file) for file in files}
     infos = [blob_info(header, str(file)) for file, header in headers.items()]
@@ -312,7 +312,7 @@ def _checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _sizes(model: Model) -> dict[str, int]:
-    """Bytes by what they are, of the groups that are here."""
+    """Bytes by what they are, for the groups that are here."""
     sizes: dict[str, int] = {}
 
     def add(kind: str, tensor: SourceTensor) -> None:
@@ -331,7 +331,7 @@ def _sizes(model: Model) -> dict[str, int]:
 
 
 def _convertible(dims: ModelDims) -> str:
-    """For which tp and ep, by layout; why not, where a layout has no order for it."""
+    """For which tp and ep, by layout; or why not, if a layout has no order for it."""
     said = []
     for name in NAMES:
         try:
@@ -347,7 +347,7 @@ def _convertible(dims: ModelDims) -> str:
 
 
 def _eps(tp: int, eps: list[int]) -> str:
-    """Nothing where every ep that divides tp will do, of powers of two."""
+    """Nothing if every power of two up to tp works as ep."""
     every = [ep for ep in POWERS if ep <= tp]
     return "" if eps == every else f" (--ep {', '.join(map(str, eps))})"
 

@@ -1,4 +1,4 @@
-"""Files that another output has already, byte for byte: linked instead of made once more."""
+"""Files that another output has already, byte for byte: linked instead of made again."""
 
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,7 +11,7 @@ from kconvert.convert.planned import PlannedFile
 from kconvert.convert.progress import Meter
 from kconvert.convert.source import Source
 from kconvert.layouts.blob import new_digest, read_blob
-from kconvert.layouts.checkpoint import SourceTensor
+from kconvert.layouts.checkpoint import tensor_in
 from kconvert.layouts.reader import CHUNK_BYTES, Reader, Scratch
 from kconvert.layouts.stored.expert import refuse_changed
 
@@ -19,8 +19,8 @@ from kconvert.layouts.stored.expert import refuse_changed
 def link_finished(
     plan: Plan, source: Source, workspace: publish.OwnedWorkspace, workers: int, meter: Meter
 ) -> frozenset[str]:
-    """Publish a link of every file of `plan` that the source has as it is to be, if the file
-    system can, and return their paths. Each is read once, and compared with its digests.
+    """Publish a link for every file of `plan` that the source already has byte for byte, if the
+    file system can link, and return their paths. Each is read once and compared with its digests.
 
     Raises CheckpointError if one was changed.
     """
@@ -55,9 +55,7 @@ def _check(path: Path, name: str, scratch: Scratch) -> None:
     buffer = scratch.take("chunk", (CHUNK_BYTES,), np.uint8)
     try:
         for entry in header.tensors.values():
-            tensor = SourceTensor(
-                entry.name, entry.dtype, entry.shape, name, entry.start, entry.nbytes
-            )
+            tensor = tensor_in(name, entry)
             experts = info.expert_digests.get(entry.name)
             parts = [tensor] if experts is None else [*map(tensor.part, range(len(experts)))]
             wanted = experts or [info.digests[entry.name]]

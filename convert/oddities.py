@@ -1,4 +1,4 @@
-"""What looks odd in an expert: sound files may have it, damaged ones do."""
+"""What looks odd in an expert: a sound file may have it, a damaged one does."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kconvert.layouts.scan import all_one_code, scan_scales
 
 @dataclass(frozen=True)
 class Oddity:
-    """A tensor has scales that are zero, one code everywhere, or scales that a cast rounded."""
+    """A tensor with scales that are zero, one code everywhere, or scales that a cast rounded."""
 
     kind: Literal["zero", "uniform", "rounded"]
     tensor: str

@@ -44,8 +44,8 @@ class Packer:
         self._scratch = Scratch()
 
     def tasks(self, job: Job, files: list[StagedFile]) -> Iterator[Task]:
-        """`task_count(job)` tasks, always in the same order: one a whole tensor, and one an expert
-        for all the ranks that hold it."""
+        """`task_count(job)` tasks, always in the same order: one for each whole tensor, and one for
+        each expert, for all the ranks that hold it."""
         for file in files:
             for tensor in file.planned.copied:
                 yield partial(self._copy, job.group, file, tensor)
@@ -55,7 +55,7 @@ class Packer:
                 for file in files
                 if (part := file.planned.rank_slice) is not None and index in part.experts
             ]
-            # Neighbours begin with different files: one at a time can write one.
+            # Neighbors begin with different files, as one worker at a time can write to a file.
             turn = index % max(1, len(owners))
             yield partial(self._convert, job.group, index, owners[turn:] + owners[:turn])
 
@@ -69,7 +69,7 @@ class Packer:
         return Done(piece.nbytes, [(file.planned.path, piece)], [])
 
     def _convert(self, group: Group, index: int, owners: list[tuple[StagedFile, int]]) -> Done:
-        """Pack an expert for every file; the numbers are its index among theirs."""
+        """Pack an expert for every file of `owners`, each with the expert's index in it."""
         count = sum(tensor.nbytes for tensor in group.read_for(index))
         with self._meter.busy("read", count):
             expert = load(self._plan, group, index, self._reader, self._scratch)
@@ -102,9 +102,9 @@ def task_count(job: Job) -> int:
 
 
 def warm_up(layout: Layout) -> None:
-    """Compile what packing needs, or load it: once, before there are several who would."""
+    """Compile what packing needs, or load it: once, before several workers would."""
     n, quantization = 64, layout.quantization
-    # Few groups and many are ordered by kernels of their own.
+    # Few groups and many have kernels of their own.
     for role, k in itertools.product(quantization.roles, (128, 1024)):
         for dtype in _dtypes_of(role, quantization):
             source = np.zeros(quantization.plain_shape(role, n, k), NUMPY_BITS[dtype])

@@ -21,7 +21,7 @@ from kconvert.layouts.families.family import Family
 from kconvert.layouts.formats.format import Format, QuantizedMatrix
 from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.layout import Layout
-from kconvert.layouts.model import VISION, Group, Model, layer_name, layer_numbers, ranges
+from kconvert.layouts.model import VISION, Group, Model, layer_name, layer_number, ranges
 from kconvert.layouts.quantization import Role
 from kconvert.layouts.sharding import (
     ModelDims,
@@ -31,7 +31,7 @@ from kconvert.layouts.sharding import (
     rank_slice,
 )
 
-_FIRST_FORMAT = "pack-quantized"  # whose fingerprints do not say it
+_FIRST_FORMAT = "pack-quantized"  # its fingerprints do not name it, as there was no other
 
 
 class Target(NamedTuple):
@@ -46,15 +46,15 @@ class Target(NamedTuple):
 
 @dataclass(frozen=True)
 class Job:
-    """A group and the files it is converted into: the unit that is published together. What is
-    made of all its tensors, which may be thousands, is kept."""
+    """A group and the files it is converted into, which are published together. What takes a look
+    at all its tensors, maybe thousands, is computed once."""
 
     group: Group
     files: tuple[PlannedFile, ...]
 
     @property
     def copied(self) -> tuple[SourceTensor, ...]:
-        """The source tensors that go unchanged into files of this job."""
+        """The source tensors that go into this job's files unchanged."""
         tensors = (tensor.source for file in self.files for tensor in file.copied)
         return tuple(source for source in tensors if isinstance(source, SourceTensor))
 
@@ -83,7 +83,7 @@ class Job:
 
 
 class Absent(NamedTuple):
-    """A group whose shards are not all here: what it lacks, and the files it would become."""
+    """A group whose shards are not all here: what is missing, and the files it would become."""
 
     name: str
     shards: tuple[str, ...]
@@ -93,8 +93,8 @@ class Absent(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All of a conversion. `jobs` are to be done; `others` are files of the same output that the
-    source has and this run leaves out; `expected` are the paths a complete output has."""
+    """A whole conversion. `jobs` are to be done; `others` are files of the same output that this
+    run leaves out though the source is here; `expected` are the paths a complete output has."""
 
     target: Target
     format: Format  # of the source's experts
@@ -111,7 +111,7 @@ class Plan:
         return tuple(file for job in self.jobs for file in job.files)
 
     def without(self, published: Collection[str]) -> "Plan":
-        """What is left to do when the files at the paths `published` are there."""
+        """What is left to do if the files at the paths `published` are there."""
         jobs = (
             replace(job, files=tuple(f for f in job.files if f.path not in published))
             for job in self.jobs
@@ -120,7 +120,7 @@ class Plan:
 
     def share(self, share: Share) -> "Plan":
         """The jobs of one share; the files of the others are `others`."""
-        mine = tuple(job for job in self.jobs if share.holds(_layer(job.group)))
+        mine = tuple(job for job in self.jobs if share.holds(layer_number(job.group.name)))
         rest = (file for job in self.jobs if job not in mine for file in job.files)
         return replace(self, jobs=mine, others=(*self.others, *rest))
 
@@ -171,7 +171,7 @@ def make_plan(
         others += [file for file in files if file not in now]
         if now:
             jobs.append(Job(group, tuple(now)))
-    plan = Plan(
+    return Plan(
         target=target,
         format=model.family.format,
         dims=model.dims,
@@ -181,13 +181,12 @@ def make_plan(
         left_out=tuple(left_out),
         absent=tuple(absent),
     )
-    return plan
 
 
 def _files(
     group: Group, family: Family, target: Target, contents: Mapping[str, str]
 ) -> list[PlannedFile]:
-    """All files of a group: the common one and, for MoE layers, one a rank."""
+    """All files of a group: the common one and, for MoE layers, one for each rank."""
     identity, files = group.identity(contents), []
     if group.whole:
         files.append(_common_file(group, target, identity.whole))
@@ -235,7 +234,7 @@ def _rank_file(
         w13_rows=W13_ROWS,
         padding=None,
         dropped=kinds.dropped,
-    )  # fmt: skip
+    )
     identity: dict[str, object] = {
         "version": layout.version, "layout": layout.name, "tp": tp, "ep": ep,
         "slice": [experts.start, experts.stop, rows.start, rows.stop],
@@ -247,8 +246,8 @@ def _rank_file(
 
 
 class _Dtypes(NamedTuple):
-    """The dtype of each stacked tensor of a group's experts, and that of each companion that is not
-    kept as it is."""
+    """The dtypes of the stacked tensors of a group's experts, and of the companions that are not
+    kept as they are."""
 
     stacked: dict[Role, str]
     dropped: dict[str, str]
@@ -275,7 +274,8 @@ def _companion(tensor: SourceTensor) -> str:
 
 
 def _one_dtype(tensors: Iterable[SourceTensor]) -> str:
-    """The dtype of tensors that are stacked, or described together."""
+    """The dtype of tensors that are stacked or described together; CheckpointError if they have
+    several."""
     first, *others = tensors
     other = next((tensor for tensor in others if tensor.dtype != first.dtype), None)
     if other is not None:
@@ -295,7 +295,7 @@ def _file(
     sharding: Sharding | None = None,
     part: RankSlice | None = None,
 ) -> PlannedFile:
-    """A blob with its tensors laid out. `identity` and `content` are what its bytes follow from."""
+    """A blob with its tensors laid out; its bytes follow from `identity` and `content`."""
     sources = {tensor.blob.name: tensor.source for tensor in tensors}
     placed = blob.lay_out(tensor.blob for tensor in tensors)
     identity = identity | {
@@ -322,14 +322,10 @@ def _file(
     )
 
 
-def _layer(group: Group) -> int | None:
-    return next(iter(layer_numbers([group.name])), None)
-
-
 def _paths_of_absent(group: Group, dims: ModelDims, parallelism: Parallelism) -> list[str]:
-    """The paths that the files of a group would have whose shards are not here."""
+    """The paths of the files of a group whose shards are not here."""
     paths = [f"{blob.COMMON_FOLDER}/{group.name}.safetensors"]
-    layer = _layer(group)
+    layer = layer_number(group.name)
     if layer is not None and dims.is_moe(layer):
         tp = parallelism.tp
         paths += [f"{blob.rank_folder(r, tp)}/{group.name}.safetensors" for r in range(tp)]

@@ -1,4 +1,4 @@
-"""A file to be written, a blob or a checkpoint's shard: what goes where in it."""
+"""A file that is to be written, a blob or a checkpoint's shard: what goes where in it."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -12,15 +12,15 @@ from kconvert.layouts.sharding import RankSlice
 
 
 class PlannedTensor(NamedTuple):
-    """A tensor to be, and what it is made of: a source tensor that is copied, or what `Cut` takes
-    out of every local expert."""
+    """A tensor, and what it is made from: a source tensor that is copied, or what `Cut` takes out
+    of every local expert."""
 
     blob: BlobTensor
     source: SourceTensor | Cut
 
 
 class Place(NamedTuple):
-    """Where bytes go: to byte `at` of the data part, as a tensor or as one local expert of it."""
+    """Where bytes go: to byte `at` of the data part, as a tensor or as one local expert of one."""
 
     tensor: str
     expert: int | None
@@ -29,23 +29,23 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A blob to be: its path under the output, tensors with offsets, and size in bytes."""
+    """A blob: its path under the output, its tensors with their offsets, its size in bytes."""
 
     path: str
     tensors: tuple[PlannedTensor, ...]
-    info: BlobInfo | None  # with blank digests, of experts none; None: it is no blob
+    info: BlobInfo | None  # blank digests, and none for experts; None: it is no blob
     rank_slice: RankSlice | None  # None: the tensors are whole, the file is common to all ranks
     header_bytes: int
     nbytes: int
 
     @property
     def rank(self) -> int | None:
-        """Whose it is; None if it is common."""
+        """The rank whose file it is; None if it is common."""
         return self.info.sharding.rank if self.info and self.info.sharding else None
 
     @property
     def fingerprint(self) -> str:
-        """A blob's."""
+        """A blob's fingerprint."""
         assert self.info is not None
         return self.info.fingerprint
 
@@ -56,12 +56,12 @@ class PlannedFile:
 
     @property
     def copied(self) -> tuple[PlannedTensor, ...]:
-        """Those that are a source tensor, unchanged."""
+        """The tensors that are copied from the source."""
         return tuple(t for t in self.tensors if isinstance(t.source, SourceTensor))
 
     @property
     def stacked(self) -> tuple[PlannedTensor, ...]:
-        """Those that are packed, expert by expert."""
+        """The tensors that are packed expert by expert."""
         return tuple(t for t in self.tensors if isinstance(t.source, Cut))
 
     @property
@@ -72,8 +72,8 @@ class PlannedFile:
     def places(
         self, index: int, packed: Sequence[memoryview]
     ) -> Iterator[tuple[Place, memoryview]]:
-        """Where local expert `index` goes, of which `packed` is what belongs to each of `stacked`:
-        contiguous pieces."""
+        """Where the bytes of local expert `index` go, in contiguous pieces; `packed` is its part of
+        each of `stacked`."""
         for (tensor, _), view in zip(self.stacked, packed, strict=True):
             at = tensor.offset + index * (tensor.nbytes // tensor.experts)
             yield Place(tensor.name, index, at), view
@@ -87,13 +87,13 @@ class PlannedFile:
 
 @dataclass(frozen=True)
 class PlannedShard(PlannedFile):
-    """A checkpoint's shard to be. Its experts' tensors lie one by one; `tensors` are the whole
-    ones, and what is packed of all experts: in the checkpoint's order, a stacked tensor is the
-    matrices it was made of, one below the other."""
+    """A checkpoint's shard. Its experts' tensors lie one by one; `tensors` are the whole ones, and
+    the stacked ones that are packed: in the checkpoint's order, a stacked tensor is the matrices it
+    was made from, one below the other."""
 
     all_tensors: tuple[BlobTensor, ...]  # placed
     experts: Mapping[tuple[int, StackedTensor], tuple[Place, ...]]  # in the order of `projections`
-    constants: Mapping[int, tuple[tuple[Place, bytes], ...]]  # of an expert: what has no codes
+    constants: Mapping[int, tuple[tuple[Place, bytes], ...]]  # expert → its dropped companions
 
     @property
     def blob_tensors(self) -> tuple[BlobTensor, ...]:

@@ -37,13 +37,13 @@ from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import Parallelism
 
 TOKENIZERS = ("tiktoken.model", "tokenizer.json", "tokenizer.model")
-MAX_WORKERS = 16  # more are not fed by one file system
-BUFFER_BYTES = 1 << 30  # for all workers together, if their number is not asked for
+MAX_WORKERS = 16  # one file system does not feed more
+BUFFER_BYTES = 1 << 30  # for all workers together, if no number of them is asked for
 
 
 @dataclass(frozen=True)
 class Options:
-    """What a conversion is asked for; the command line's options by the same names."""
+    """What a conversion is asked for: the command line's options, by the same names."""
 
     layout: str = "marlin"
     tp: int = 1
@@ -129,7 +129,7 @@ class Prepared:
 
     @property
     def disk(self) -> dict[str, int]:
-        """Bytes by file of everything that will lie on a disk at one time."""
+        """Bytes by file of everything that will lie on disk at one time."""
         order = [job.shards for job in self.rest.jobs]
         downloads = self.source.disk_for(order, self.workspace.work)
         return self.sizes | {str(path): size for path, size in downloads.items()}
@@ -152,8 +152,8 @@ class Prepared:
 
 
 def worker_count(plan: Plan, asked: int | None) -> int:
-    """Threads: as asked for, or two a core (one packs while the other waits for the disk) as far as
-    their buffers fit."""
+    """The number of workers: as asked for, or two a core (one packs while the other waits for the
+    disk) as far as their buffers fit."""
     if asked is not None:
         return asked
     most = max(1, BUFFER_BYTES // max(1, memory_bound(plan, 1)))
@@ -163,8 +163,7 @@ def worker_count(plan: Plan, asked: int | None) -> int:
 def prepare(source: str | Path, output: str | Path, options: Options) -> Prepared:
     """Read the source's headers, plan, and compare with the output; writes nothing.
 
-    Raises the KconvertErrors of what it calls: the source, the options or what lies in the output
-    are refused.
+    Raises a KconvertError if the source, the options or what lies in the output is refused.
     """
     output = Path(output)
     if options.share and options.overwrite:
@@ -177,11 +176,11 @@ def prepare(source: str | Path, output: str | Path, options: Options) -> Prepare
         name, options = _named(str(source), options)
         opened = _open(name or Path(source), output, options)
         state.refuse_reserved(opened.checkpoint.small_files)
-        return planned(opened, read_model(opened.checkpoint), output, options)
+        return prepare_opened(opened, read_model(opened.checkpoint), output, options)
 
 
-def planned(opened: Source, model: Model, output: Path, options: Options) -> Prepared:
-    """The plan for a source that was opened, compared with the output."""
+def prepare_opened(opened: Source, model: Model, output: Path, options: Options) -> Prepared:
+    """`prepare` for a source that is open, and the model in it."""
     checkpoint = opened.checkpoint
     state.refuse_overlap(opened.folder, map(opened.path, checkpoint.shards), output)
     plan = make_plan(
@@ -223,26 +222,28 @@ def planned(opened: Source, model: Model, output: Path, options: Options) -> Pre
 
 
 def _ignored(checkpoint: Checkpoint, model: Model, unknown: list[UnknownKey]) -> tuple[str, ...]:
-    buffers = [f"{len(model.skipped)} rotary buffers (inv_freq): computed, not read"]
-    beside = [
-        f"{model.quantized_beside} matrices beside the experts are quantized too: they stay whole"
-        " and as they are"
-    ]
-    return (
-        *checkpoint.ignored, *buffers[: len(model.skipped)], *beside[: model.quantized_beside],
-        *mention_of(unknown),
-    )  # fmt: skip
+    """Sentences on what the source has and nobody reads."""
+    notes = [*checkpoint.ignored]
+    if model.skipped:
+        notes.append(f"{len(model.skipped)} rotary buffers (inv_freq): computed, not read")
+    if model.quantized_beside:
+        notes.append(
+            f"{model.quantized_beside} matrices beside the experts are quantized too: they stay"
+            " whole and as they are"
+        )
+    return (*notes, *mention_of(unknown))
 
 
 def _scale_dtype(asked: str | None, model: Model) -> str | None:
-    """The safetensors dtype that scales are cast to; UnsupportedError if that is not done."""
+    """The safetensors dtype that scales are cast to; OptionError if that cannot be done."""
     if asked is None:
         return None
     if asked != "bfloat16":
         raise OptionError(f"--scale-dtype {asked}: scales are cast to bfloat16 or kept.")
     if model.dims.quantization.scheme == "mxfp4":
         raise OptionError(
-            "--scale-dtype bfloat16: MXFP4's scales are powers of two in a byte, and stay so."
+            "--scale-dtype bfloat16: MXFP4's scales are powers of two in a byte, and stay so: leave"
+            " the option out."
         )
     return "BF16"
 
@@ -254,7 +255,7 @@ def _no_tokenizer(checkpoint: Checkpoint) -> list[str]:
 
 
 def _small_files(source: Source) -> dict[str, bytes]:
-    """The small files' contents. Raises CheckpointError if one only stands for another."""
+    """The small files' contents. Raises CheckpointError if one is a Git LFS pointer."""
     contents = {}
     for name in source.checkpoint.small_files:
         contents[name] = read_file(source.path(name))
@@ -263,7 +264,7 @@ def _small_files(source: Source) -> dict[str, bytes]:
 
 
 def _named(source: str, options: Options) -> tuple[HubName | None, Options]:
-    """The repository that `source` names, and the options with its revision; None: a path."""
+    """The repository that `source` names, None if it is a path; the options with its revision."""
     name = hub_name(source)
     if name is None:
         return name, options
@@ -271,7 +272,7 @@ def _named(source: str, options: Options) -> tuple[HubName | None, Options]:
 
 
 def _open(source: HubName | Path, output: Path, options: Options) -> Source:
-    """The folder, or the Hub's repository, that is the source."""
+    """Open the folder or the Hub's repository that is the source."""
     if isinstance(source, Path):
         hub_only = options.revision or options.cache_dir or options.keep_shards
         if hub_only and source.is_dir():
@@ -287,7 +288,8 @@ def _open(source: HubName | Path, output: Path, options: Options) -> Source:
 
 
 def _begun_at(output: Path, repo: str, revision: str | None) -> str | None:
-    """The commit from which the same was begun in `output`: a branch may have moved since."""
+    """The commit from which the same conversion was begun in `output`: a branch may have moved
+    since."""
     with suppress(OutputError):
         outline = read_outline(output)
         if outline.repo == repo and revision in (None, outline.revision):
@@ -296,7 +298,8 @@ def _begun_at(output: Path, repo: str, revision: str | None) -> str | None:
 
 
 def with_current_state(prepared: Prepared) -> Prepared:
-    """With what the output holds now; refused if this run must not go on."""
+    """`prepared` with what the output holds now. Raises MissingFileError or OccupiedOutputError if
+    this run must not go on."""
     now = state.read_state(prepared.output, prepared.plan, prepared.small_files)
     state.refuse_missing(prepared.plan, now)
     state.refuse_conflicts(now, prepared.options.overwrite)

@@ -45,7 +45,7 @@ class Interval(NamedTuple):
 
 
 class Recorder:
-    """What a worker process does, to be told to the run's meter. For one thread."""
+    """Records what a worker process does, for the run's meter. For one thread."""
 
     def __init__(self) -> None:
         self._intervals: list[Interval] = []
@@ -76,16 +76,16 @@ class Meter:
         self._active = dict.fromkeys(STAGES, 0)
         self._since = dict.fromkeys(STAGES, 0.0)
         self._thread_seconds = dict.fromkeys(STAGES, 0.0)
-        self._counted_to = dict.fromkeys(STAGES, 0.0)  # a moment is busy once
+        self._counted_to = dict.fromkeys(STAGES, 0.0)  # so that each moment counts once
 
     def add(self, stage: str, nbytes: int) -> None:
-        """So many bytes passed a stage."""
+        """Count bytes that passed a stage."""
         with self._lock:
             self._bytes[stage] += nbytes
 
     @contextmanager
     def busy(self, stage: str, nbytes: int = 0) -> Iterator[None]:
-        """A thread is at a stage; `nbytes` have passed it at the end."""
+        """Around a thread's work at a stage, after which `nbytes` have passed it."""
         begin = time.monotonic()
         with self._lock:
             if self._active[stage] == 0:
@@ -103,7 +103,7 @@ class Meter:
                     self._count(stage, self._since[stage], end)
 
     def record(self, intervals: Iterable[Interval]) -> None:
-        """What a worker process has done."""
+        """Count what a worker process has done."""
         with self._lock:
             for stage, begin, end, nbytes in intervals:
                 self._bytes[stage] += nbytes
@@ -139,7 +139,7 @@ class Meter:
 
 
 def seconds_left(stages: dict[str, Stage], work: Work) -> float | None:
-    """How long a run will go on, or None while nothing is known.
+    """How many seconds a run will still take, or None while nothing is known.
 
     Downloading and converting overlap, so that the slower of them decides, at the rates they had
     while they were busy.
@@ -160,8 +160,8 @@ def status_line(
 ) -> str:
     """A run in a line: how far, how long still, and each stage's rate and share of the time.
 
-    Where that is wider than `width` columns, first the rates are left out, then the stages that
-    limit the run least.
+    If that is wider than `width` columns, first the rates are left out, then the stages that limit
+    the run least.
     """
     left = seconds_left(stages, work)
     unit, scale = ("GB", 1e9) if work.write >= 1e9 else ("MB", 1e6)

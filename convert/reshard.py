@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from kconvert.convert.prepare import Options, Prepared, planned, without_collection
+from kconvert.convert.prepare import Options, Prepared, prepare_opened, without_collection
 from kconvert.convert.source.stored import open_stored
 
 
@@ -18,8 +18,8 @@ def prepare_reshard(
 ) -> Prepared:
     """Plan `new` from the blobs of `output`; writes nothing. `layout` None: that of `output`.
 
-    What `kconvert.convert.run.run` makes of it is what a conversion of the source would be, bit for
-    bit. Raises what a conversion does, and for `output` what `open_stored` does.
+    `kconvert.convert.run.run` then makes what a conversion of the source would be, bit for bit.
+    Raises what a conversion does, and for `output` what `open_stored` does.
     """
     with without_collection():
         source, model = open_stored(Path(output))
@@ -32,4 +32,4 @@ def prepare_reshard(
             workers=workers,
             scale_dtype="bfloat16" if source.cast else None,
         )
-        return planned(source, model, Path(new), options)
+        return prepare_opened(source, model, Path(new), options)

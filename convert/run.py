@@ -1,4 +1,4 @@
-"""A whole conversion, carried out: the jobs, then what belongs to none, the manifest last."""
+"""A whole conversion, carried out: the jobs, then what belongs to no job, the manifest last."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,7 +26,7 @@ class Conversion:
 
     output: Path
     files_written: int
-    files_linked: int  # they lie in the output that is the source, and take no space here
+    files_linked: int  # to files of the output that is the source: they take no space here
     files_kept: int
     bytes_read: int
     bytes_written: int
@@ -38,15 +38,15 @@ class Conversion:
     warnings: tuple[str, ...]  # sentences on what may be wrong with it
     verified: bool  # contents were compared with the hashes that they should have
     left_out: tuple[str, ...]  # groups that this run was not asked for
-    repo: str | None  # of the Hub, and the commit
+    repo: str | None  # on the Hub
     commit: str | None
-    share: str | None  # of several runs
+    share: str | None  # which, if this run was a share
     seconds: float
-    stages: dict[str, Stage]  # where they went
+    stages: dict[str, Stage]  # where the time went
 
 
 def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
-    """Carry out a prepared conversion; `meter` sees how far it is.
+    """Carry out a prepared conversion; `meter` tells how far it is.
 
     Raises UnavailableError for lack of space or another run, CheckpointError for faults in the
     data, OutputError if something came into the output meanwhile.
@@ -96,9 +96,9 @@ def run(prepared: Prepared, meter: Meter | None = None) -> Conversion:
 
 
 def _outline(prepared: Prepared) -> Outline:
-    """With what is to be removed: it must be known after an interruption too, when the manifest
-    that tells of it is gone. And vision may also be missing because it was left out of what is
-    complete without it."""
+    """The outline with the files that are to be removed: they must be known after an interruption
+    too, when the manifest that names them is gone. Vision may also be missing because an earlier
+    run left it out of an output that is complete without it."""
     before, outline, replaced = (
         _manifest_there(prepared.output),
         prepared.outline,
@@ -150,14 +150,14 @@ def _leave_outline(workspace: publish.OwnedWorkspace, outline: Outline) -> None:
         and _same(read_outline(workspace.output)) != _same(outline)
     ):
         raise OutputError(
-            f"{path} is of a conversion from another source or with other options: give all shares"
-            " the same command, or delete that file."
+            f"{path} belongs to a conversion from another source or with other options: give all"
+            " shares the same command, or delete that file."
         )
     publish.write_file(workspace, f"{WORK_FOLDER}/{OUTLINE_NAME}", outline.encode())
 
 
 def _same(outline: Outline) -> Outline:
-    """What all shares have in common; there is nothing left of what was before them."""
+    """What the outlines of all shares have in common: nothing was there before them."""
     return replace(outline, former=())
 
 

@@ -22,7 +22,7 @@ from kconvert.layouts.w4a16 import W4A16
 
 
 class Content(NamedTuple):
-    """What a shard is to hold of a group."""
+    """What a shard holds of a group: its `whole` tensors, and all of the group's experts."""
 
     group: Group
     whole: tuple[SourceTensor, ...]
@@ -31,12 +31,12 @@ class Content(NamedTuple):
 def plan_export(model: Model) -> Plan:
     """Every shard, and in it every tensor that the model was converted from.
 
-    Raises UnsupportedError if a format's bytes cannot be made from what is kept of them.
+    Raises UnsupportedError if the format's bytes cannot be made from what blobs keep.
     """
     format = model.family.format
     if not format.restores:
         raise UnsupportedError(
-            f"{CONFIG_NAME} says {format.name}, of which blobs do not keep every byte: only"
+            f"{CONFIG_NAME} says {format.name}: blobs do not keep every byte of that format, only"
             " compressed-tensors formats can be exported."
         )
     order = W4A16(model.dims.quantization)  # the checkpoint's own

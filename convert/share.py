@@ -20,11 +20,11 @@ class Share:
 
     @property
     def name(self) -> str:
-        """As folders and sentences have it."""
+        """What folders and sentences call it."""
         return f"share-{self.index}-of-{self.count}"
 
     def holds(self, layer: int | None) -> bool:
-        """Whether a layer, or a group that is none, is of this share."""
+        """Whether a layer (None: a group that is no layer) belongs to this share."""
         return (layer or 0) % self.count == self.index
 
 

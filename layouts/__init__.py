@@ -1,4 +1,4 @@
-"""What bytes on disk mean, on both sides: the checkpoint's and the blobs'. Imports nothing else."""
+"""What the bytes on disk mean: the checkpoint's and the blobs'. Imports none of the others."""
 
 from collections.abc import Callable, Mapping
 from importlib import import_module
@@ -63,9 +63,9 @@ __all__ = [
 
 
 def lazily(package: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """The `__getattr__` of one of our packages: each name of `homes` is taken from that module in
-    it, when it is asked for, as numba takes a second to load and torch three. A name that is the
-    module's own is the module."""
+    """The `__getattr__` of one of our packages: a name in `homes` (name → module) is imported when
+    it is used, as numba takes a second to load and torch three. A module's own name gives the
+    module."""
 
     def attribute(name: str) -> Any:
         if name not in homes:

@@ -19,8 +19,8 @@ from kconvert.layouts.experts import W13_ROWS
 from kconvert.layouts.header import DTYPE_BYTES, Header, read_header
 from kconvert.layouts.quantization import SCHEMES, Quantization
 
-FORMAT_VERSION = 1  # what readers must understand; the newest that this code reads
-COMMON_VERSION = 1  # of a common blob's bytes; a rank's blob has its layout's
+FORMAT_VERSION = 1  # the one that is written, and the newest that is read
+COMMON_VERSION = 1  # of a common blob's bytes; a rank's blob has its layout's version
 PAGE = 4096
 NO_DIGEST = "0" * 32
 _DIGEST_BYTES = len(f'\\"{NO_DIGEST}\\",')  # in a list, in JSON that is a string in JSON
@@ -29,7 +29,7 @@ _DIGEST_BYTES = len(f'\\"{NO_DIGEST}\\",')  # in a list, in JSON that is a strin
 class BlobTensor(NamedTuple):
     """A tensor of a blob: `offset` counts from the start of the data part.
 
-    `experts` > 0: stacked over that many experts, each contiguous, and digested one by one.
+    `experts` > 0: stacked over that many experts, each contiguous and with its own digest.
     """
 
     name: str
@@ -48,36 +48,38 @@ class Sharding:
     rank: int
     tp: int
     ep: int
-    quantization: dict[str, Any]  # `described`: Quantization's fields, and scale_dtype
+    quantization: dict[str, Any]  # as `described` makes it: Quantization's fields and scale_dtype
     w13_rows: str  # experts.W13_ROWS
     padding: object  # null: there is none
     dropped: dict[str, str]  # companions of the source that are not kept → their dtype
 
-    def read_quantization(self) -> Quantization:
-        """`quantization` without its scale dtype; OutputError if it is one of a later writer."""
+    def read_quantization(self, file: Path) -> Quantization:
+        """`quantization` without its scale dtype; OutputError naming `file` if a later version
+        wrote it."""
         table = {key: value for key, value in self.quantization.items() if key != "scale_dtype"}
         fields = set(Quantization._fields)
         if table.get("scheme") not in SCHEMES or not fields - {"bias"} <= table.keys() <= fields:
             raise OutputError(
-                f"a blob's quantization is {self.quantization}: this version reads"
-                f" {' and '.join(SCHEMES)} with {', '.join(sorted(fields))}."
+                f"{file} says that its quantization is {self.quantization}, this version reads"
+                f" {' and '.join(SCHEMES)} with {', '.join(sorted(fields))}: use the version that"
+                " wrote it, or convert again."
             )
         return Quantization(**table)
 
 
 @dataclass(frozen=True)
 class BlobInfo:
-    """What a blob says of itself. `sharding` None: common to all ranks, layouts and parallelisms.
+    """A blob's metadata. `sharding` None: it is common to all ranks, layouts and parallelisms.
 
-    `unknown`: keys of a later writer, kept as they are.
+    `unknown`: keys that a later version wrote, kept as they are.
     """
 
     format: int
     repo: str | None
     commit: str | None
     content: str  # the identity of the source bytes it was made from
-    fingerprint: str  # of that, and of all else its bytes follow from
-    digests: dict[str, str]  # tensor → xxh3_128, for stacked experts over their digests
+    fingerprint: str  # of `content` and of everything else that determines its bytes
+    digests: dict[str, str]  # tensor → xxh3_128; of a stacked one, of its experts' digests
     expert_digests: dict[str, list[str]]  # stacked tensor → xxh3_128 of each local expert
     sharding: Sharding | None = None
     unknown: dict[str, Any] = field(default_factory=dict)
@@ -91,7 +93,7 @@ class BlobInfo:
 
 
 def described(quantization: Quantization, scale_dtype: str) -> dict[str, Any]:
-    """A quantization as a blob states it; `bias` only if there are some."""
+    """A quantization as a blob's metadata states it; `bias` is there only if it is true."""
     q = quantization
     return {
         "scheme": q.scheme, "group_size": q.group_size, "bits": q.bits,
@@ -129,15 +131,15 @@ def encode_header(tensors: Iterable[BlobTensor], info: BlobInfo) -> bytes:
 
 
 def header_bytes(tensors: tuple[BlobTensor, ...], info: BlobInfo) -> int:
-    """The length of the header with its digests, while info's `expert_digests` are empty lists:
-    to write out all of them for each blob takes longer than the rest of a plan."""
+    """The header's length with all digests, from an `info` whose `expert_digests` are empty lists:
+    writing them all out for each blob takes longer than the rest of a plan."""
     length = len(encode_header(tensors, info).rstrip(b" "))
     length += sum(_DIGEST_BYTES * t.experts - 1 for t in tensors if t.experts)
     return length + -length % PAGE
 
 
 def blank_digests(tensors: Iterable[BlobTensor]) -> tuple[dict[str, str], dict[str, list[str]]]:
-    """Digest tables of the right size and without the digests."""
+    """Digest tables of the right size, filled with zeros."""
     tensors = tuple(tensors)
     return (
         {tensor.name: NO_DIGEST for tensor in tensors},
@@ -146,12 +148,12 @@ def blank_digests(tensors: Iterable[BlobTensor]) -> tuple[dict[str, str], dict[s
 
 
 def new_digest() -> "xxhash.xxh3_128":
-    """An xxh3_128 to be fed piece by piece."""
+    """An xxh3_128 that is fed piece by piece."""
     return xxhash.xxh3_128()
 
 
 def digest(data: bytes | memoryview) -> str:
-    """xxh3_128 of `data` in hex. The streaming object is used as it lets other threads run."""
+    """xxh3_128 of `data` in hex. The streaming object is used, as it releases the GIL."""
     return xxhash.xxh3_128(data).hexdigest()
 
 
@@ -170,8 +172,8 @@ def read_blob(path: Path) -> tuple[Header, BlobInfo]:
 
 
 def blob_info(header: Header, file: str) -> BlobInfo:
-    """The `kconvert` metadata of a blob's header; OutputError if it is absent, malformed or of
-    a later format."""
+    """The `kconvert` metadata of a blob's header; OutputError if it is absent, malformed or of a
+    later format."""
     try:
         table = json.loads(header.metadata["kconvert"])
         if type(table["format"]) is int and table["format"] > FORMAT_VERSION:
@@ -184,7 +186,7 @@ def blob_info(header: Header, file: str) -> BlobInfo:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError):
         raise OutputError(
-            f"{file} was not written by kconvert, or damaged: its metadata is not readable."
+            f"{file} was not written by kconvert, or is damaged: its metadata is not readable."
         ) from None
     if info.sharding and (info.sharding.w13_rows, info.sharding.padding) != (W13_ROWS, None):
         raise OutputError(
@@ -237,7 +239,7 @@ def _check_sharding(sharding: Sharding) -> None:
 
 
 def rank_folder(rank: int, tp: int) -> str:
-    """The folder of one GPU's blobs."""
+    """The name of the folder with one rank's blobs."""
     return f"rank-{rank:05}-of-{tp:05}"
 
 

@@ -11,7 +11,13 @@ from typing import Any, NamedTuple
 
 from kconvert.layouts.errors import CheckpointError, MissingFileError
 from kconvert.layouts.fields import CONFIG_NAME
-from kconvert.layouts.header import Header, decode_json, read_header, refuse_lfs_pointer
+from kconvert.layouts.header import (
+    Header,
+    TensorEntry,
+    decode_json,
+    read_header,
+    refuse_lfs_pointer,
+)
 
 INDEX_NAME = "model.safetensors.index.json"
 # Weights in any container; everything else that lies beside config.json is a small file.
@@ -23,7 +29,7 @@ _PARTIAL_MARKS = (
     ".!qb", ".!ut", ".lock", ".tmp",
 )  # fmt: skip
 _DOWNLOAD_STREAM = ":Zone.Identifier"  # Windows' note on where a file came from
-_MAX_JSON_BYTES = 64 << 20  # the index of K2.6 has 25 MB, that of K3 60
+_MAX_JSON_BYTES = 64 << 20  # K2.6's index has 25 MB, K3's 60
 
 
 class SourceTensor(NamedTuple):
@@ -42,6 +48,12 @@ class SourceTensor(NamedTuple):
         return self._replace(shape=self.shape[1:], start=self.start + index * size, nbytes=size)
 
 
+def tensor_in(shard: str, entry: TensorEntry) -> SourceTensor:
+    """A tensor that the header of the file `shard` lists."""
+    name, dtype, shape, start, nbytes = entry
+    return SourceTensor(name, dtype, shape, shard, start, nbytes)
+
+
 @dataclass(frozen=True)
 class Shard:
     """One weight file: its size and header in bytes, and the header as it lies there."""
@@ -54,7 +66,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint holds, from its index and headers alone."""
+    """What a checkpoint holds, as its index and headers say."""
 
     config: dict[str, Any]
     tensors: dict[str, SourceTensor]  # those of the shards that are present
@@ -68,8 +80,8 @@ class Checkpoint:
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Inventory of the local checkpoint in `folder`.
 
-    Raises CheckpointError when it is damaged or contradicts itself; shards that the index names
-    and the folder lacks are not an error here (see `Checkpoint.absent`), unless all are.
+    Raises CheckpointError if it is damaged or contradicts itself. Shards that the index names and
+    the folder lacks are no error here (see `Checkpoint.absent`), unless all are missing.
     """
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is not a folder: give a checkpoint's folder.")
@@ -84,7 +96,8 @@ def assemble(
     files: Mapping[str, int | None],
     read_headers: Callable[[list[str]], dict[str, Header]],
 ) -> Checkpoint:
-    """Inventory of the checkpoint whose `files` have so many bytes (None: not a file).
+    """Inventory of a checkpoint; `files` maps its files' names to their sizes in bytes (None: not
+    a file).
 
     Only config and index have to lie in `folder`; headers come through `read_headers`, so that the
     shards may be elsewhere.
@@ -110,7 +123,7 @@ def assemble(
         absent=absent,
         unindexed=unindexed,
         shards=shards,
-        ignored=(*_of_unindexed(unindexed), *skipped),
+        ignored=(*_unindexed_notes(unindexed), *skipped),
         small_files=tuple(small),
     )
 
@@ -135,8 +148,8 @@ def take_inventory(
         entry = entries[shard].get(name)
         if entry is None:
             raise CheckpointError(
-                f"{shard} lacks tensor {name}, which the index places there:"
-                " index and shards are not of one checkpoint."
+                f"{shard} lacks tensor {name}, which the index places there: index and shards"
+                " belong to different checkpoints; download them again."
             )
         _, dtype, shape, start, nbytes = entry
         tensors[name] = SourceTensor(name, dtype, shape, shard, start, nbytes)
@@ -151,8 +164,8 @@ def take_inventory(
     return tensors, absent, unindexed
 
 
-def _of_unindexed(unindexed: dict[str, str]) -> list[str]:
-    """A sentence for each shard that holds tensors which are ignored."""
+def _unindexed_notes(unindexed: dict[str, str]) -> list[str]:
+    """A sentence for each shard with tensors that are ignored."""
     names: dict[str, list[str]] = {}
     for name, shard in unindexed.items():
         names.setdefault(shard, []).append(name)
@@ -163,11 +176,15 @@ def _of_unindexed(unindexed: dict[str, str]) -> list[str]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in `path`; CheckpointError when it is absent, no UTF-8 or no object."""
+    """The JSON object in `path`; CheckpointError if it is absent, too large, not UTF-8 or not an
+    object."""
     if not path.is_file():
         raise MissingFileError(f"{path} is missing: {path.parent} is not a whole checkpoint.")
     if path.stat().st_size > _MAX_JSON_BYTES:
-        raise CheckpointError(f"{path} is {path.stat().st_size:,} bytes, too large for JSON.")
+        raise CheckpointError(
+            f"{path} has {path.stat().st_size:,} bytes, at most {_MAX_JSON_BYTES:,} are read: it is"
+            " damaged, or another file."
+        )
     raw = path.read_bytes()
     refuse_lfs_pointer(path, raw)
     try:
@@ -185,7 +202,7 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, str] | None:
         return None
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map.")
+        raise CheckpointError(f"{folder / INDEX_NAME} has no weight_map: download it again.")
     shards = weight_map.values()
     if set(map(type, shards)) != {str} or not all(map(_is_file_name, set(shards))):
         name, shard = next((n, s) for n, s in weight_map.items() if not _is_file_name(s))
@@ -197,7 +214,7 @@ def read_index(folder: Path, files: Collection[str]) -> dict[str, str] | None:
 
 
 def _is_file_name(shard: object) -> bool:
-    """A shard is a file of this folder. It may be a link (every Hub cache), never a path."""
+    """A shard is a file in this folder. It may be a link (as in every Hub cache), never a path."""
     return isinstance(shard, str) and shard not in ("", ".", "..") and not set(shard) & set("/\\\0")
 
 
@@ -216,7 +233,7 @@ def _sort_files(
 ) -> tuple[list[str], list[str]]:
     """The small files to copy, and a sentence for each file or folder that is left alone.
 
-    Raises CheckpointError for what says that a download has not ended.
+    Raises CheckpointError if one of them shows that a download has not ended.
     """
     small, skipped = [], []
     for name, size in files.items():

@@ -1,9 +1,9 @@
-"""What a user is told: what can go wrong that a user caused or can mend, and what is waited for.
+"""What a user is told: the errors that a user caused or can mend, and what a slow step is doing.
 
-Four classes say whose fault it is: the source's, the request's, the output's, the machine's. Those
-derived from them say what a program may want to handle by itself. Each class is also the builtin
-that it specialises. `str(error)` is one sentence that names file, tensor, expected and found, and
-what to do. The command line maps the classes to exit codes (`EXIT_CODES` in convert/cli/common.py).
+Four classes say whose fault it is: the source's, the request's, the output's, the machine's. The
+classes derived from them are what a program may want to tell apart. Each is also the builtin that
+it specializes. `str(error)` is one sentence that names file, tensor, expected and found, and what
+to do. The command line maps the classes to exit codes (`EXIT_CODES` in convert/cli/common.py).
 """
 
 import errno
@@ -24,13 +24,13 @@ class KconvertError(Exception):
 
 
 def one_line(text: str) -> str:
-    """`text` as a sentence can be shown: the names in it are of files that others wrote, may be
-    long, and a terminal would obey what is not printable."""
+    """`text` made safe to show: the names in it come from files that others wrote; they may be
+    long, and hold control characters that a terminal would obey."""
     return _shortened(printable(_shortened(text)))
 
 
 def printable(text: str) -> str:
-    """`text` with everything escaped that is not printable, line ends too."""
+    """`text` with everything that is not printable escaped, line ends included."""
     if text.isprintable():
         return text
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
@@ -45,7 +45,7 @@ class CheckpointError(KconvertError, ValueError):
 
 
 class MissingFileError(CheckpointError, FileNotFoundError):
-    """A file that is needed is not there: get it, or choose layers that do without."""
+    """A file that is needed is not there: get it, or choose layers that do not need it."""
 
 
 class TruncatedFileError(CheckpointError, EOFError):
@@ -53,15 +53,15 @@ class TruncatedFileError(CheckpointError, EOFError):
 
 
 class ChangedFileError(CheckpointError):
-    """A file's bytes are not those that its digest, its hash or an earlier look says."""
+    """A file does not match its digest or hash, or was changed since it was last looked at."""
 
 
 class UnsupportedError(KconvertError, ValueError):
-    """The source or the options are sound but nothing here can carry them out."""
+    """The source and the options are sound, but not supported."""
 
 
 class OptionError(UnsupportedError):
-    """An option has a value that cannot be, or cannot be for this model: another may do."""
+    """An option's value is not valid, or not for this model: another may be."""
 
 
 class OutputError(KconvertError, ValueError):
@@ -77,7 +77,7 @@ class OccupiedOutputError(OutputError, FileExistsError):
 
 
 class NewerFormatError(OutputError):
-    """A later version wrote it: use that one."""
+    """A later version wrote it: use that version."""
 
 
 class UnavailableError(KconvertError, OSError):

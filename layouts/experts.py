@@ -1,8 +1,8 @@
-"""The stacked tensors of a layer's routed experts, stated once: names, and what each is made of.
+"""The stacked tensors of a layer's routed experts: their names, and what each is made from.
 
 The plan lays them out, the compiler fills them, the validator compares them with the source, the
-engine and the kernels read them: all ask here. Matrices of an expert are `gate` and `up`, both
-[intermediate, hidden], and `down` [hidden, intermediate]; a family says how its tensors are called.
+engine and the kernels read them: all ask here. An expert's matrices are `gate` and `up`, both
+[intermediate, hidden], and `down` [hidden, intermediate]; a family says what they are called.
 """
 
 from typing import Literal, NamedTuple
@@ -16,16 +16,16 @@ W13_ROWS = "gate_up"  # as a blob says it: all rows of gate, then all of up
 
 
 class Part(NamedTuple):
-    """What one source matrix gives to a stacked tensor, of every expert alike."""
+    """What one source matrix of each expert contributes to a stacked tensor."""
 
     projection: Projection
     rows: range  # of the source matrix
     columns: range
-    at: int  # the row of the stacked matrix where they begin
+    at: int  # the stacked matrix's row where they begin
 
 
 class Cut(NamedTuple):
-    """A stacked tensor as a rank holds it: of each expert a matrix [n, k] made of `parts`."""
+    """A stacked tensor as a rank holds it: for each expert a matrix [n, k] made from `parts`."""
 
     tensor: "StackedTensor"
     n: int
@@ -49,7 +49,7 @@ class StackedTensor(NamedTuple):
     axis: Literal["rows", "columns"]  # of the source matrices: what tensor parallelism cuts
 
     def cut(self, intermediate: range, hidden: int) -> Cut:
-        """What a rank holds that has the part `intermediate` of every expert."""
+        """What a rank holds if it has the part `intermediate` of every expert."""
         whole = range(hidden)
         rows, columns = (intermediate, whole) if self.axis == "rows" else (whole, intermediate)
         parts = tuple(
@@ -59,8 +59,8 @@ class StackedTensor(NamedTuple):
         return Cut(self, len(parts) * len(rows), len(columns), parts)
 
     def copies(self, quantization: Quantization, moe_tp: int) -> int:
-        """On how many of the `moe_tp` ranks that share an expert the same bytes lie: channelwise
-        scales and zero points have no columns to cut, nor has a bias."""
+        """How many of the `moe_tp` ranks that share an expert hold the same bytes: channelwise
+        scales and zero points have no columns to cut, and neither has a bias."""
         if self.axis == "rows" or self.role == "code":
             return 1
         return moe_tp if self.role == "bias" or not quantization.group_size else 1
@@ -83,18 +83,18 @@ _BY_NAME = {tensor.name: tensor for tensor in _ALL}
 
 
 def stacked_tensors(quantization: Quantization) -> tuple[StackedTensor, ...]:
-    """Those that a layer has whose experts are quantized so."""
+    """The stacked tensors of a layer whose experts have this quantization."""
     return tuple(tensor for tensor in _ALL if tensor.role in quantization.roles)
 
 
-STACKED = stacked_tensors(Quantization(None))  # of symmetric codes, which is what engines here read
+STACKED = stacked_tensors(Quantization(None))  # for symmetric codes, which the engines here read
 
 
 def stacked(matrix: Matrix, role: Role) -> StackedTensor:
-    """The tensor that holds this of this matrix."""
+    """The stacked tensor with the `role` of `matrix`."""
     return next(tensor for tensor in _ALL if (tensor.matrix, tensor.role) == (matrix, role))
 
 
 def stacked_by_name(name: str) -> StackedTensor:
-    """The tensor called `name` in a blob; KeyError if a rank's blob has none."""
+    """The tensor called `name` in a blob; KeyError if ranks' blobs have no such tensor."""
     return _BY_NAME[name.rpartition(".")[2]]

@@ -19,7 +19,7 @@ def text_config(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def positive(config: dict[str, Any], key: str, most: int = 1 << 31) -> int:
-    """config[key], a size of 1 to `most`; CheckpointError naming the key otherwise."""
+    """config[key], a size from 1 to `most`; CheckpointError naming the key otherwise."""
     value = config.get(key)
     if type(value) is not int or not 0 < value <= most:
         raise CheckpointError(
@@ -29,7 +29,7 @@ def positive(config: dict[str, Any], key: str, most: int = 1 << 31) -> int:
 
 
 def natural(config: dict[str, Any], key: str, default: int, most: int = 1 << 31) -> int:
-    """config[key], a count of 0 to `most`, or `default` if it is absent or null."""
+    """config[key], a count from 0 to `most`, or `default` if it is absent or null."""
     value = config.get(key)
     if value is None:
         return default
@@ -53,7 +53,7 @@ def real(
     least: float = 1e-30,
     most: float = 1e30,
 ) -> float:
-    """config[key], a number of `least` to `most`, or `default` if it is absent or null."""
+    """config[key], a number from `least` to `most`, or `default` if it is absent or null."""
     value = config.get(key)
     if value is None and default is not None:
         return default

@@ -25,7 +25,7 @@ DTYPE_BYTES = {
     "C64": 8, "F64": 8, "I64": 8, "U64": 8,
 }  # fmt: skip
 _DTYPES = list(DTYPE_BYTES)
-# The safetensors library's cap is 100 MB, of which a hostile author can make 2.3 GB of objects.
+# The safetensors library's cap is 100 MB, from which a hostile author can make 2.3 GB of objects.
 # K2.6's largest header has 0.5 MB; all its 208,550 tensors in one file would have 31.
 MAX_HEADER_BYTES = 32 << 20
 _MAX_TABLES = 1 << 20  # objects and lists take 72 bytes each or more, and as few as 2 in the file
@@ -70,7 +70,8 @@ def read_header(path: Path) -> Header:
 def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Header:
     """The checked header of a file of `size` bytes, of which `read_first(n)` gives the first n.
 
-    Raises CheckpointError, if it starts like no safetensors file or as `parse_header` does.
+    Raises CheckpointError if it does not start as a safetensors file does, or as `parse_header`
+    does.
     """
     first = read_first(64)
     if size == 0:
@@ -95,7 +96,7 @@ def header_from(read_first: Callable[[int], bytes], size: int, file: str) -> Hea
 
 
 class Described(Protocol):
-    """A tensor that a header can list."""
+    """A tensor as a header lists it."""
 
     @property
     def name(self) -> str: ...
@@ -128,7 +129,7 @@ def shard_header(tensors: Iterable[Described]) -> bytes:
 
 
 def refuse_lfs_pointer(file: Path | str, first: bytes) -> None:
-    """Raise CheckpointError if a file that begins with `first` only stands for another."""
+    """Raise CheckpointError if a file that begins with `first` is a Git LFS pointer."""
     if first.startswith(_LFS_POINTER):
         raise CheckpointError(
             f"{file} is a Git LFS pointer, not the file itself: fetch it with `git lfs pull`."
@@ -140,7 +141,7 @@ def decode_json(
     hook: Callable[[list[tuple[str, object]]], object] | None = None,
     parse_float: Callable[[str], object] = float,
 ) -> Any:
-    """The value in `raw`; ValueError or RecursionError if it is none that can be read."""
+    """The JSON value in `raw`; ValueError or RecursionError if it cannot be read."""
     if raw.count(b"{") + raw.count(b"[") > _MAX_TABLES:
         raise ValueError(f"more than {_MAX_TABLES:,} objects and lists")
     return json.loads(raw.decode("utf-8"), object_pairs_hook=hook, parse_float=parse_float)
@@ -176,7 +177,7 @@ def parse_header(raw: bytes, file_size: int, file: str) -> Header:
             kind = "a hole" if tensor.start > expected else "an overlap"
             raise CheckpointError(
                 f"{file} has {kind} before tensor {tensor.name}: its data starts at byte"
-                f" {tensor.start:,} where {expected:,} is expected."
+                f" {tensor.start:,}, expected {expected:,}."
             )
         expected += tensor.nbytes
     if expected != file_size:
@@ -197,7 +198,7 @@ def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return table
 
 
-# (dtype, *shape) of tensors that were found sound → dtype, shape and bytes: thousands are alike.
+# (dtype, *shape) of tensors that were checked → dtype, shape and bytes: thousands are alike.
 _Sizes = dict[tuple[Any, ...], tuple[str, tuple[int, ...], int]]
 
 
@@ -249,7 +250,7 @@ def _checked_entry(file: str, data_start: int, name: str, info: object) -> Tenso
 
 
 def _naturals(values: object) -> bool:
-    """Whether it is a short list of integers 0 ≤ v < 2**63."""
+    """Whether `values` is a short list of integers 0 ≤ v < 2**63."""
     if not isinstance(values, list) or len(values) > 16:
         return False
     # A loop, as a generator takes twice as long; `type`, as JSON's true is an int to Python.

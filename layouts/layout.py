@@ -20,7 +20,7 @@ class Layout(ABC):
     """
 
     name: ClassVar[str]
-    version: ClassVar[int] = 1  # of the bytes: it rises when they change, and fingerprints with it
+    version: ClassVar[int] = 1  # of the bytes: raised when they change, which changes fingerprints
 
     def __init__(self, quantization: Quantization) -> None:
         """Raises UnsupportedError if this layout has no order for such codes."""
@@ -53,7 +53,7 @@ class Layout(ABC):
         """Pack `rows` × `columns` of a source matrix into `out`, as its rows from `at` on.
 
         `out` has the `shape` of the whole, maybe fused, matrix. Raises ValueError for other arrays,
-        or where tiles would be cut or lie outside.
+        or if tiles would be cut or lie outside.
         """
 
     @abstractmethod
@@ -61,5 +61,5 @@ class Layout(ABC):
         """What `pack_into` made, back in plain order."""
 
     def restore(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
-        """The same as `unpack`, if it matters that it is quick and nothing is to be proven."""
+        """The same as `unpack`, for callers that need speed and not a proof."""
         return self.unpack(role, packed)

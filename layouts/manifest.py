@@ -37,7 +37,7 @@ class Manifest:
     layout: str
     tp: int
     ep: int
-    complete: bool  # every blob of the model is there; vision apart where it was left out
+    complete: bool  # every blob of the model is there, vision aside if it was left out
     text_only: bool
     repo: str | None
     commit: str | None
@@ -54,7 +54,11 @@ def encode_manifest(manifest: Manifest) -> bytes:
 
 
 def read_manifest(output: Path) -> Manifest:
-    """The manifest of the folder `output`; OutputError if there is none or it was changed."""
+    """The manifest of the folder `output`.
+
+    Raises UnfinishedOutputError if there is none, NewerFormatError if a later version wrote it,
+    OutputError if it was changed or is none of ours.
+    """
     path = output / MANIFEST_NAME
     if not output.is_dir():
         raise UnfinishedOutputError(
@@ -77,7 +81,10 @@ def read_manifest(output: Path) -> Manifest:
                 " version that wrote it, or convert again."
             )
         if own != _own_digest(table):
-            raise OutputError(f"{path} was changed after it was written: its digest disagrees.")
+            raise OutputError(
+                f"{path} was changed after it was written: its digest disagrees; copy it again, or"
+                " convert again."
+            )
         entries = table.pop("files").items()
         files = {name: FileEntry(**_known(FileEntry, entry)) for name, entry in entries}
         manifest = Manifest(**_known(Manifest, table), files=files)
@@ -85,26 +92,28 @@ def read_manifest(output: Path) -> Manifest:
     except OutputError:
         raise
     except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
-        raise OutputError(f"{path} is not a manifest of kconvert ({error}).") from None
+        raise OutputError(
+            f"{path} is not a manifest of kconvert ({error}): copy it again, or convert again."
+        ) from None
     return manifest
 
 
 def _flat(record: FileEntry | Manifest) -> dict[str, Any]:
-    """A record's fields, and beside them what its reader did not know."""
+    """A record's fields, and beside them the keys that its reader did not know."""
     table = dict(vars(record))
     unknown: dict[str, Any] = table.pop("unknown")
     return table | unknown
 
 
 def _known(kind: type[FileEntry | Manifest], table: dict[str, Any]) -> dict[str, Any]:
-    """The fields of `kind` in `table`; all else as `unknown`."""
+    """The fields of `kind` in `table`; all others as `unknown`."""
     names = {field.name for field in fields(kind)} - {"unknown"}
     unknown = {key: value for key, value in table.items() if key not in names}
     return {key: table[key] for key in table.keys() & names} | {"unknown": unknown}
 
 
 def _check(manifest: Manifest) -> None:
-    """Raise ValueError unless every field can be what it should be."""
+    """Raise ValueError unless every field has a value it can have."""
     if type(manifest.format) is not int or manifest.format < 1:
         raise ValueError(f"format {manifest.format!r:.20}")
     tp, ep = manifest.tp, manifest.ep
@@ -117,7 +126,7 @@ def _check(manifest: Manifest) -> None:
     if not all(v is None or isinstance(v, str) for v in (manifest.repo, manifest.commit)):
         raise ValueError("repo and commit")
     for name, entry in manifest.files.items():
-        # Names are of files in the output: nothing else may be read in its name.
+        # A name must stay inside the output: no other file may be read through it.
         if name.startswith("/") or "\0" in name or {"", ".", ".."} & set(name.split("/")):
             raise ValueError(f"file {name!r:.80}")
         if (

@@ -126,7 +126,7 @@ def unpack_weight(packed: NDArray[np.int32], bits: int = 4) -> NDArray[np.int32]
     _check_array(packed, np.int32, k_tiles, words)
     a_row = bits // 2  # words of a k-tile
     if words % a_row:
-        raise ValueError("marlin: an odd number of words")
+        raise ValueError(f"marlin: {words} words are not whole rows of {a_row}")
     _check_rows(words // a_row)
     out = np.zeros((words // a_row, a_row * k_tiles), np.int32)
     (_unpack if bits == 4 else _unpack_bytes)(packed, out)
@@ -268,7 +268,7 @@ def _check_rows(n: int) -> None:
 
 
 def _check_array(array: NDArray[Any], dtype: Any, rows: int, columns: int) -> None:
-    """The kernels work by address: what is not so would be garbage, or somebody else's memory."""
+    """The kernels work by address: another array would be read as garbage, or past its end."""
     if array.dtype != dtype or not array.flags.c_contiguous or not array.flags.aligned:
         raise ValueError(f"marlin: expected C-contiguous {np.dtype(dtype)}, found {array.dtype}")
     if array.ndim != 2 or array.shape[0] < rows or array.shape[1] < columns:
@@ -276,8 +276,8 @@ def _check_array(array: NDArray[Any], dtype: Any, rows: int, columns: int) -> No
 
 
 def _column_order(n: int, groups: int, scheme: Scheme) -> NDArray[np.int64]:
-    """The source row that each of n packed scale columns comes from. For integers it depends on
-    the number of groups alone, as the kernel decides by it."""
+    """The source row that each of n packed scale columns comes from. For integers it depends only
+    on the number of groups, as it does in the kernel."""
     if scheme == "mxfp4":  # the 8×8 transpose; then the middle pairs of each 8 change places
         eights = np.arange(n).reshape(-1, 8, 8).transpose(0, 2, 1)
         return eights.reshape(-1, 2, 2, 2).transpose(0, 1, 3, 2).reshape(-1)

@@ -29,7 +29,7 @@ _WRAPPED = "language_model."
 
 
 class Identity(NamedTuple):
-    """A digest of what a group's tensors hold: of the whole ones, and of the experts'."""
+    """Digests of the source bytes of a group's tensors: the whole ones, and the experts'."""
 
     whole: str
     experts: str
@@ -37,7 +37,7 @@ class Identity(NamedTuple):
 
 @dataclass(frozen=True)
 class Group:
-    """Tensors that are converted together; a layer, or `outer`, or `vision`.
+    """Tensors that are converted together: a layer, or `outer`, or `vision`.
 
     A group with `absent` shards is known by name only: it has no tensors here.
     """
@@ -54,11 +54,11 @@ class Group:
         return [*self.whole, *(t for expert in self.experts for t in expert.tensors)]
 
     def read_for(self, expert: int) -> Iterable[SourceTensor]:
-        """Where an expert's bytes lie: what is read to have it."""
+        """What is read to have an expert: where its bytes lie."""
         return self.experts[expert].tensors
 
     def identity(self, contents: Mapping[str, str]) -> Identity:
-        """What its tensors hold, told by each shard's identity in `contents`."""
+        """The identity of its tensors' bytes; `contents` has that of each shard."""
         experts = (tensor for expert in self.experts for tensor in expert.tensors)
         return Identity(_identity(self.whole, contents), _identity(experts, contents))
 
@@ -68,7 +68,7 @@ class Group:
 
 
 def _identity(tensors: Iterable[SourceTensor], contents: Mapping[str, str]) -> str:
-    """The digest of a line a tensor: its shard's content, and the byte where it begins."""
+    """The digest of one line for each tensor: its shard's content, and the byte where it begins."""
     return digest("".join(f"{contents[t.shard]}{t.start}\n" for t in tensors).encode())
 
 
@@ -93,21 +93,26 @@ def layer_name(layer: int) -> str:
 
 
 def layer_numbers(names: Iterable[str]) -> list[int]:
-    """The layers among some groups' names."""
-    return sorted(int(name[-5:]) for name in names if name.startswith("layer-"))
+    """The layers among some groups' names, sorted."""
+    return sorted(number for name in names if (number := layer_number(name)) is not None)
+
+
+def layer_number(name: str) -> int | None:
+    """The layer that a group's name is of; None for `outer` and `vision`."""
+    return int(name[-5:]) if name.startswith("layer-") else None
 
 
 def read_model(checkpoint: Checkpoint) -> Model:
     """Sort and check every tensor of `checkpoint`.
 
     Raises CheckpointError if tensors are missing or disagree with the config, UnsupportedError
-    if a name has no rule or the quantization is another.
+    if a name has no rule or the quantization is not supported.
     """
     family = read_family(checkpoint.config)
     dims = family.dims
     whole: dict[str, list[tuple[int, SourceTensor]]] = defaultdict(list)
     experts: dict[str, set[int]] = defaultdict(set)
-    bases: dict[str, str] = {}  # of a group with experts: what their names begin with
+    bases: dict[str, str] = {}  # group → what its experts' names begin with
     absent: dict[str, set[str]] = defaultdict(set)
     here: dict[str, int] = defaultdict(int)  # tensors that are present, by group
     layers: set[int] = set()
@@ -178,7 +183,7 @@ def read_model(checkpoint: Checkpoint) -> Model:
 
 
 class _Run(NamedTuple):
-    """All names of one layer's experts."""
+    """All names of one layer's experts, taken together."""
 
     base: str  # what they begin with
     where: Location  # of the first
@@ -188,10 +193,10 @@ class _Run(NamedTuple):
 
 
 def _runs_of_experts(names: Mapping[str, str], family: Family) -> tuple[list[_Run], list[str]]:
-    """The experts among tensors and their shards, layer by layer, and the names of all others.
+    """The experts among `names` (tensor → shard), layer by layer, and the names of all others.
 
-    Nearly all names are experts', and most layers' end in the same: such a layer is looked at as
-    one. If a single name is odd, all of its layer's are among the others.
+    Nearly all names are experts', and their ends are the same in most layers: such a layer is
+    checked as one. If a single name is odd, all names of its layer go to the others.
     """
     by_prefix: dict[str, tuple[list[str], set[str]]] = defaultdict(lambda: ([], set()))
     runs, others = [], []
@@ -226,7 +231,7 @@ def _runs_of_experts(names: Mapping[str, str], family: Family) -> tuple[list[_Ru
 
 
 def _members(family: Family) -> set[str]:
-    """What may stand behind an expert's number in its tensors' names."""
+    """What may follow an expert's number in its tensors' names."""
     if family.format.fused:
         return set()
     called = {name for names in SPELLINGS.values() for name in names}
@@ -234,8 +239,8 @@ def _members(family: Family) -> set[str]:
 
 
 def name_prefix(outer: Collection[str]) -> str:
-    """What the model's names begin with, by those of the outer tensors: a wrapper's
-    `language_model.`, or nothing."""
+    """What the model's names begin with, as its outer tensors show: a wrapper's `language_model.`,
+    or nothing."""
     return _WRAPPED if any(name.startswith(_WRAPPED) for name in outer) else ""
 
 
@@ -248,7 +253,7 @@ def _check_stated(
     experts: str,
 ) -> None:
     """Raise CheckpointError for the first tensor of a group that config.json does not fit."""
-    layer = next(iter(layer_numbers([group])), None)
+    layer = layer_number(group)
     found = next(disagreements(family, layer, prefix, tensors, experts), None)
     if found is None:
         return
@@ -266,7 +271,7 @@ def _placed(group: Group, family: Family) -> int:
 
 
 def _unplaced(checkpoint: Checkpoint, family: Family, group: Group) -> CheckpointError:
-    """The sentence on a tensor that has no place in its group, beside another of its kind."""
+    """The error for a tensor whose place in its group another one has taken."""
     placed = {tensor.name.partition("[")[0] for tensor in group.tensors}
     name = next(
         name
@@ -307,7 +312,7 @@ def _experts(tensors: Mapping[str, SourceTensor], base: str, family: Family) -> 
 def _fused_experts(
     tensors: Mapping[str, SourceTensor], base: str, family: Family
 ) -> Iterable[Expert]:
-    """Experts that lie in one tensor, gate and up in one matrix: each by its part."""
+    """Experts that all lie in one tensor, gate and up in one matrix: each is a part of it."""
     dims, format = family.dims, family.format
     shapes = {
         "gate_up_proj": (2 * dims.intermediate, dims.hidden),
@@ -342,8 +347,8 @@ def _check_scheme(checkpoint: Checkpoint, family: Family, experts: Mapping[str, 
     names = [*checkpoint.tensors, *checkpoint.absent]
     found = [name for name in names if "expert" in name] or names
     raise UnsupportedError(
-        f"{CONFIG_NAME}: the architecture is not known, and no tensor is called as experts are that"
-        f" can be converted ({SCHEMES}); found {', '.join(found[:3])}."
+        f"{CONFIG_NAME}: the architecture is not known, and no tensor has the name of an expert"
+        f" that can be converted ({SCHEMES}); found {', '.join(found[:3])}."
     )
 
 
@@ -363,7 +368,7 @@ def _check_layers(layers: set[int], dims: ModelDims) -> None:
 
 
 def _check_experts(group: str, found: set[int], dims: ModelDims) -> None:
-    layer = next(iter(layer_numbers([group])), None)
+    layer = layer_number(group)
     is_moe = False if layer is None else dims.is_moe(layer)
     if is_moe is None:  # if there are some, there are all
         is_moe = bool(found)

@@ -1,5 +1,5 @@
-"""The one way to compile with numba: no compiler at install, and once a machine (numba's own cache,
-which falls back to the user's cache folder if the install folder is read-only)."""
+"""The one way to compile with numba: at first use, and once on each machine (numba's own cache
+falls back to the user's cache folder if the install folder is read-only)."""
 
 from collections.abc import Callable
 from typing import Any

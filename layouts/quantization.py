@@ -1,4 +1,4 @@
-"""How weights are quantized, whatever format a checkpoint says it in; and their plain order.
+"""How weights are quantized, whatever a checkpoint's format; and their plain order.
 
 The plain order of a matrix [N, K], which formats give and layouts take, is compressed-tensors': a
 code of b bits at row n, column k is bits b·(k mod 32/b) of word k div 32/b, int32 [N, K·b/32];
@@ -102,7 +102,7 @@ def integers(
     zero_points: NDArray[np.int32] | None = None,
 ) -> NDArray[np.int8]:
     """Plain words, and zero points if there are any → int8 [N, K], which times `factors` are the
-    weights: c − z, or c − 2^(bits−1); of MXFP4 twice the code's value."""
+    weights: c − z, or c − 2^(bits−1); for MXFP4 twice the code's value."""
     codes = unpack_words(words, quantization.bits)
     if zero_points is None or quantization.scheme == "mxfp4":
         return meaning(quantization, codes)
@@ -111,7 +111,7 @@ def integers(
 
 
 def meaning(quantization: Quantization, codes: NDArray[np.uint8]) -> NDArray[np.int8]:
-    """What `integers` makes of codes, zero points aside."""
+    """Codes uint8 → int8 of the same shape, as `integers` does without zero points."""
     if quantization.scheme == "mxfp4":
         return _TWICE_FP4[codes]
     # Modulo 256, which is right for 8 bits too.
@@ -119,9 +119,9 @@ def meaning(quantization: Quantization, codes: NDArray[np.uint8]) -> NDArray[np.
 
 
 def factors(quantization: Quantization, scales: NDArray[Any]) -> NDArray[np.float32]:
-    """Scales [N, G], float32 or MXFP4's bytes → what `integers` are multiplied with, float32.
+    """Scales [N, G], float32 or MXFP4's bytes → what `integers` are multiplied by, float32.
 
-    A byte e is 2^(e − 128), for the integers are doubled; 0 is 0 and 255 infinite, as the Marlin
+    A byte e is 2^(e − 128), as the integers are doubled; 0 is 0 and 255 infinite, as the Marlin
     kernel reads them.
     """
     if quantization.scheme != "mxfp4":

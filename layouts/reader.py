@@ -74,7 +74,7 @@ class Reader:
         return total + (self._fill(first, 0, run) if first is not None else 0)
 
     def chunks(self, tensor: SourceTensor, buffer: NDArray[np.uint8]) -> Iterator[memoryview]:
-        """The tensor's bytes in order, in pieces that lie in `buffer` until the next is asked."""
+        """The tensor's bytes in order, in pieces; each lies in `buffer` until the next is taken."""
         view = buffer.data
         for at in range(0, tensor.nbytes, len(view)):
             piece = view[: min(len(view), tensor.nbytes - at)]
@@ -99,7 +99,7 @@ class Reader:
             self.forget(shard)
 
     def _fill(self, tensor: SourceTensor, at: int, views: list[memoryview]) -> int:
-        """Read what lies from byte `at` of a tensor on, one view after the other. → Bytes."""
+        """Fill one view after the other with a tensor's bytes from `at` on. → Bytes read."""
         fd, total = self._open(tensor.shard), sum(map(len, views))
         left = total
         while left:

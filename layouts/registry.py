@@ -10,9 +10,9 @@ NAMES = tuple(_LAYOUTS)
 
 
 def layout_named(name: str) -> type[Layout]:
-    """The layout called `name`, to be made for a quantization.
+    """The class of the layout called `name`, which is made for a quantization.
 
-    Raises UnsupportedError with the known names otherwise.
+    Raises OptionError with the known names if there is none.
     """
     if not isinstance(name, str) or name not in _LAYOUTS:
         raise OptionError(f"layout {name!r} is unknown; known are {', '.join(NAMES)}.")

@@ -78,7 +78,7 @@ _BYTE_LINES = [
 
 
 def _line(builder: ir.IRBuilder, base: Any, stride: Any, index: int, vector: ir.Type) -> Any:
-    """The pointer to line `index` of those that lie `stride` bytes apart from `base` on."""
+    """The pointer to line `index`; lines lie `stride` bytes apart, the first at `base`."""
     address = builder.add(base, builder.mul(stride, ir.Constant(_I64, index)))
     return builder.inttoptr(address, vector.as_pointer())
 
@@ -231,7 +231,7 @@ def repack_zero_points(source, word, words, group, out, out_word):  # type: igno
 
 def _transposer(width: int, order: tuple[int, ...]):  # type: ignore[no-untyped-def]
     """8 × 8 elements of `width` bits: 8 lines, `source_stride` bytes apart, to 8 lines `out_stride`
-    apart, by address. Element p of an output line is of source line order[p]."""
+    apart, by address. Element p of an output line comes from source line order[p]."""
     line_type = ir.VectorType(ir.IntType(width), 8)
     turned = [8 * order[p] + g for g in range(8) for p in range(8)]
 

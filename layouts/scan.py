@@ -1,5 +1,5 @@
-"""What scales and codes give away of a damaged source, seen in one pass while they are at hand; and
-scales made into bfloat16."""
+"""Signs of a damaged source in scales and codes, found in one pass while they are in memory; and
+scales cast to bfloat16."""
 
 from typing import Any, NamedTuple
 
@@ -22,7 +22,7 @@ class ScaleScan(NamedTuple):
 
 
 def scan_scales(bits: NDArray[Any], dtype: str) -> ScaleScan:
-    """Look at scales [N, G], given as the bits of their safetensors `dtype`."""
+    """Look through scales [N, G], given as the bits of their safetensors `dtype`."""
     exponent = bits.dtype.type(_EXPONENT[dtype])
     not_finite, zeros = _count(bits, exponent, bits.dtype.type(_MAGNITUDE[dtype]))
     if not not_finite:
@@ -42,8 +42,8 @@ def _count(bits, exponent, magnitude):  # type: ignore[no-untyped-def]
 
 
 def all_one_code(words: NDArray[np.int32], bits: int = 4) -> bool:
-    """Whether every code of a matrix's plain words is the same: 0s of a file that was never
-    written, say. It is over at the first word that differs."""
+    """Whether every code of a matrix's plain words is the same, as in a file that was never
+    written. It stops at the first word that differs."""
     first = int(words.reshape(-1)[0]) & 0xFFFFFFFF
     field = (1 << bits) - 1
     return first == (first & field) * (0xFFFFFFFF // field) and bool(_all_equal(words))
@@ -59,15 +59,15 @@ def _all_equal(words):  # type: ignore[no-untyped-def]
 
 
 def widened(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
-    """Scales, given as the bits of their safetensors `dtype`, as float32, exactly."""
+    """Scales, given as the bits of their `dtype` (BF16, F16 or F32), as float32, exactly."""
     if dtype == "BF16":
         return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
     return bits.view(np.float32 if dtype == "F32" else np.float16).astype(np.float32)
 
 
 def cast_to_bf16(bits: NDArray[Any], dtype: str, out: NDArray[np.uint16]) -> int:
-    """Round finite scales to bfloat16, to the nearest and of two to the even one, as torch does;
-    `out` takes the bits. → How many are not what they were."""
+    """Round finite scales to bfloat16, to the nearest, ties to even, as torch does, and write their
+    bits into `out`. → How many were changed by it."""
     wide = np.ascontiguousarray(widened(bits, dtype)).view(np.uint32)
     rounded = wide + np.uint32(0x7FFF) + (wide >> np.uint32(16) & np.uint32(1))
     np.right_shift(rounded, np.uint32(16), out=rounded)

@@ -1,7 +1,7 @@
-"""Who owns what: the slice of each expert a rank holds.
+"""Who owns what: the slice of each expert that a rank holds.
 
-The routed experts are cut; everything else stays whole, so that nothing is
-replicated and any tp can share it (FORMAT.md).
+The routed experts are cut; everything else stays whole, so that nothing is replicated and any tp
+can share it (FORMAT.md).
 """
 
 from collections.abc import Callable
@@ -11,8 +11,6 @@ from kconvert.layouts.errors import OptionError
 from kconvert.layouts.quantization import Quantization
 
 MOST = 10_000  # layers, experts, ranks: more is a damaged file or a slip of the finger
-
-
 POWERS = (1, 2, 4, 8, 16, 32)  # the numbers of ranks that are offered
 
 
@@ -26,7 +24,7 @@ class ModelDims(NamedTuple):
     hidden: int  # columns that a routed expert sees
     intermediate: int  # of one routed expert
     quantization: Quantization
-    # Other layers that are dense; None: nothing says which layers are.
+    # Further layers that are dense; None: nothing says which layers are.
     dense: frozenset[int] | None = frozenset()
 
     def is_moe(self, layer: int) -> bool | None:
@@ -47,7 +45,7 @@ class Parallelism(NamedTuple):
 
 
 class RankSlice(NamedTuple):
-    """What a rank holds of every MoE layer: whole experts, of each the same intermediate rows."""
+    """What a rank holds of every MoE layer: some experts, the same intermediate rows of each."""
 
     experts: range
     rows: range  # of gate and up; the same columns of down
@@ -72,7 +70,7 @@ def rank_experts(experts: int, parallelism: Parallelism, rank: int) -> range:
 def check_parallelism(
     dims: ModelDims, parallelism: Parallelism, constraint: Callable[[int, int], str | None]
 ) -> None:
-    """Raise UnsupportedError, with the sizes and what would work, where a cut is impossible.
+    """Raise OptionError, with the sizes and what would work, if a cut is impossible.
 
     `constraint(n, k)` is the layout's reason against a matrix [n, k], or None.
     """

@@ -19,7 +19,7 @@ class W4A16(Layout):
     name = "w4a16"
 
     def constraint(self, n: int, k: int) -> str | None:
-        """A word holds 8 columns, or 4; one of zero points 8 rows."""
+        """A word holds 8 columns, or 4; a word of zero points 8 rows."""
         a_word = 32 // self.quantization.bits
         if k % a_word:
             return f"{k} columns do not divide into words of {a_word}"

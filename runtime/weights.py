@@ -115,7 +115,7 @@ class Blobs:
             return
         allowed = _DTYPES
         if info.sharding is not None:
-            quantization = info.sharding.read_quantization()
+            quantization = info.sharding.read_quantization(path)
             _refuse_other(path, quantization)
             self.layout = layout_named(info.sharding.layout)(quantization)
             allowed = _DTYPES if quantization.scheme == "int" else _MXFP4_DTYPES

@@ -117,7 +117,7 @@ def dequantized(out: Path) -> dict[Key, np.ndarray]:
 def _of_blob(path: Path) -> Iterator[tuple[Key, np.ndarray]]:
     _, info = read_blob(path)
     sharding, layer = info.sharding, int(path.stem[-5:])
-    q = sharding.read_quantization()
+    q = sharding.read_quantization(path)
     layout = layout_named(sharding.layout)(q)
     stored = {stacked_by_name(name): t for name, t in load(path).items()}
     assert set(stored) == set(stacked_tensors(q))

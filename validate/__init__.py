@@ -41,15 +41,15 @@ def validate(
     """Check the converted folder `output`, against the checkpoint `source` if one is given: a
     folder, or a repository of the Hub.
 
-    `sample`: so many experts a layer (all when None), drawn with `seed` (at random when None);
+    `sample`: that many experts of each layer (None: all), drawn with `seed` (None: a random one);
     `verify`: also compare the source's files with the hashes at hand. A repository is read at
     `revision` (None: the commit that the output names), its shards downloaded two at a time under
-    `work_dir` (None: in `cache_dir`, huggingface_hub's when None) and compared with the Hub's
-    hashes. `progress` is told the bytes read, `downloaded` those that came.
+    `work_dir` (None: in `cache_dir`, or huggingface_hub's own) and compared with the Hub's hashes.
+    `progress` is told the bytes read, `downloaded` the bytes downloaded.
 
-    Differences are findings of the result; OutputError if `output` is no output at all,
-    CheckpointError if `source` is damaged or lacks what the output holds, UnavailableError if
-    it cannot be fetched.
+    Differences are findings of the result. Raises OutputError if `output` is no output at all,
+    CheckpointError if `source` is damaged or lacks what the output holds, UnavailableError if it
+    cannot be fetched.
     """
     from kconvert.validate.asked import Asked
     from kconvert.validate.run import run  # numba is not for `--help`
@@ -69,11 +69,11 @@ def compare(
     workers: int | None = None,
     progress: Callable[[int], None] = lambda _: None,
 ) -> "Diff":
-    """Which layers, experts and tensors of two models differ, each a checkpoint's folder or a
-    converted one: `kconvert diff`.
+    """Which layers, experts and tensors of two models differ: `kconvert diff`. Each is a
+    checkpoint's folder or a converted one.
 
-    `progress` is told the bytes read. Raises what reading either raises, also if a blob's bytes
-    were changed.
+    `progress` is told the bytes read. Raises what reading either does, also ChangedFileError if a
+    blob's bytes were changed.
     """
     from kconvert.validate.diff import diff  # numba is not for `--help`
 

@@ -31,7 +31,7 @@ from kconvert.validate.structure import Blob
 
 
 class Done:
-    """What one task found and looked at."""
+    """What one task found, and what it looked at."""
 
     def __init__(self) -> None:
         self.findings: list[Finding] = []
@@ -41,12 +41,12 @@ class Done:
         self.stored = 0  # bytes of experts' parts
 
     def find(self, *findings: Finding) -> None:
-        """They name their checks."""
+        """Add findings, which name their checks."""
         self.findings += findings
 
     @contextmanager
     def looking(self, check: str, nbytes: int) -> Iterator[None]:
-        """One thing of so many bytes is looked at."""
+        """Around a look at one thing of so many bytes: counts it for a check."""
         begin = time.perf_counter()
         yield
         self.tally.add(check, 1, nbytes, time.perf_counter() - begin)
@@ -106,8 +106,8 @@ class ExpertCheck:
         shards: Reader,
         scratch: Scratch,
     ) -> None:
-        """Read the source's expert. Raises CheckpointError where what was dropped of it does not
-        say what the rest does."""
+        """Read the source's expert. Raises CheckpointError if a dropped companion contradicts the
+        rest of it."""
         self._layout, self._blobs, self._shards, self._scratch = layout, blobs, shards, scratch
         self._scale_dtype = "" if expert is None else expert.gate.scale.dtype
         stored = {

@@ -44,8 +44,8 @@ def look_at_data(
     asked: Asked,
     result: Validation,
 ) -> None:
-    """Make the checks of the data of `blobs`, whose headers are sound, against the source that is
-    `compared`, as `model` reads it. Raises CheckpointError if it lacks what they hold."""
+    """Check the data of `blobs`, whose headers are sound, against the source `compared`, as `model`
+    reads it. Raises CheckpointError if the source lacks what they hold."""
     names = sorted({blob.group for blob in blobs})
     groups = {} if model is None else {name: _group(model.groups, name) for name in names}
     order = [{tensor.shard for tensor in group.tensors} for group in groups.values()]
@@ -131,7 +131,7 @@ class _Data:
         self._shards.close()
 
     def forget(self, shard: str) -> None:
-        """Close a shard that may go."""
+        """Close a shard, so that it may be deleted."""
         self._shards.forget(shard)
 
     def checks(self, blobs: list[Blob], group: Group | None) -> Iterator[DataCheck]:
@@ -167,7 +167,7 @@ class _Data:
             yield partial(self._expert, expert, group, at == 0, soon)
 
     def see(self, group: str, done: Done) -> None:
-        """Take what a task saw of a layer's experts up."""
+        """Add what a task saw of a layer's experts to its statistics."""
         for layer in layer_numbers([group]) if done.codes else ():
             statistics = self._result.statistics.setdefault(
                 layer, LayerStatistics(self._dims.experts, self._dims.quantization)

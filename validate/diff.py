@@ -1,4 +1,4 @@
-"""Two models compared by what they mean: outputs or checkpoints, of whatever layout, parallelism
+"""Two models compared by what they mean: outputs or checkpoints, whatever their layout, parallelism
 and shards. Both are read once, expert by expert and tensor by tensor."""
 
 import os
@@ -21,6 +21,7 @@ from kconvert.layouts.manifest import MANIFEST_NAME
 from kconvert.layouts.model import Group, Model, read_model
 from kconvert.layouts.quantization import Role
 from kconvert.layouts.reader import CHUNK_BYTES, NUMPY_BITS, Reader, Scratch
+from kconvert.layouts.scan import widened
 from kconvert.layouts.stored.checkpoint import StoredGroup, read_stored
 from kconvert.layouts.stored.expert import StoredExpert, refuse_changed
 
@@ -28,8 +29,8 @@ _Plain = dict[tuple[Projection, Role], NDArray[Any]]
 
 
 class Difference(NamedTuple):
-    """One thing that differs. `changed` of `total` elements: codes, scales, values of a tensor;
-    0 of 0 if it is not a matter of counting, and `text` says what."""
+    """One thing that differs: `changed` of `total` elements (codes, scales, values of a tensor), or
+    0 of 0 if that cannot be counted, and `text` says what differs."""
 
     group: str
     what: str  # "codes", "scales", "zero points", "biases", a tensor's name, a file's
@@ -73,15 +74,14 @@ class Diff:
 
 
 class Sums(NamedTuple):
-    """Which experts of a group differ, and how much: of codes, scales …, those that were changed
-    and all, of the experts that differ in them."""
+    """Which experts of a group differ, and how much."""
 
     experts: set[int]
-    counts: dict[str, tuple[int, int]]
+    counts: dict[str, tuple[int, int]]  # codes, scales …: how many changed, and of how many
 
 
 class _Side:
-    """One of the two, opened. Each thread holds what it read last."""
+    """One of the two models, opened. Each thread holds what it read last."""
 
     def __init__(self, folder: Path, progress: Callable[[int], None]) -> None:
         self.folder = folder
@@ -101,7 +101,7 @@ class _Side:
         self._scratch = Scratch()
 
     def stored(self, group: Group, index: int) -> StoredExpert | None:
-        """An expert as it lies in blobs, its digests compared; None: it is a checkpoint's."""
+        """An expert as it lies in blobs, its digests compared; None for a checkpoint's."""
         if not isinstance(group, StoredGroup):
             return None
         expert = StoredExpert(group, index, self.reader, self._scratch)
@@ -109,7 +109,7 @@ class _Side:
         return expert
 
     def plain(self, group: Group, index: int) -> _Plain:
-        """An expert's plain arrays, of a checkpoint."""
+        """The plain arrays of a checkpoint's expert."""
         expert, format, take = group.experts[index], self.model.family.format, self._scratch.take
         read = {
             tensor: take(f"source {i}", tensor.shape, NUMPY_BITS[tensor.dtype])
@@ -139,15 +139,15 @@ def diff(
 ) -> Diff:
     """Compare two models, each a checkpoint's folder or a converted one.
 
-    Names do not matter to shards, nor layout, tp and ep to blobs: tensors are compared by name, and
-    experts by their codes, scales, zero points and biases. Raises what reading either raises:
+    Names of shards do not matter, nor layout, tp and ep of blobs: tensors are compared by name, and
+    experts by their codes, scales, zero points and biases. Raises what reading either does:
     OutputError, CheckpointError (also if a blob was changed), UnsupportedError.
     """
     begin = time.perf_counter()
     one, other = _Side(Path(a), progress), _Side(Path(b), progress)
     result = Diff(str(a), str(b), one.kind, other.kind)
     try:
-        result.differences += _of_files(one, other)
+        result.differences += _compare_files(one, other)
         with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as pool:
             for name in dict.fromkeys((*one.model.groups, *other.model.groups)):
                 here = [side.model.groups.get(name) for side in (one, other)]
@@ -171,7 +171,7 @@ def diff(
     return result
 
 
-def _of_files(one: _Side, other: _Side) -> Iterator[Difference]:
+def _compare_files(one: _Side, other: _Side) -> Iterator[Difference]:
     """Small files, config.json among them."""
     names = dict.fromkeys((*one.checkpoint.small_files, *other.checkpoint.small_files))
     for name in names:
@@ -194,7 +194,7 @@ def _tasks(
     for name in dict.fromkeys((*whole[0], *whole[1])):
         if name in whole[0] and name in whole[1]:
             result.tensors += 1
-            yield partial(_of_whole, one, other, a, b, whole[0][name], whole[1][name])
+            yield partial(_compare_whole, one, other, a, b, whole[0][name], whole[1][name])
         else:
             lacking = other if name in whole[0] else one
             missing = Difference(a.name, name, text=f"is not in {lacking.folder}")
@@ -213,10 +213,10 @@ def _tasks(
     result.compared[a.name] = len(a.experts)
     for index in range(len(a.experts)):
         result.experts += 1
-        yield partial(_of_expert, one, other, a, b, index)
+        yield partial(_compare_expert, one, other, a, b, index)
 
 
-def _of_whole(
+def _compare_whole(
     one: _Side, other: _Side, a: Group, b: Group, mine: SourceTensor, theirs: SourceTensor
 ) -> Iterator[Difference]:
     if (mine.dtype, mine.shape) != (theirs.dtype, theirs.shape):
@@ -237,7 +237,9 @@ _CALLED: dict[Role, str] = {
 }  # fmt: skip
 
 
-def _of_expert(one: _Side, other: _Side, a: Group, b: Group, index: int) -> Iterator[Difference]:
+def _compare_expert(
+    one: _Side, other: _Side, a: Group, b: Group, index: int
+) -> Iterator[Difference]:
     stored = one.stored(a, index), other.stored(b, index)
     if stored[0] and stored[1] and stored[0].lies_as(stored[1]):
         return
@@ -262,26 +264,25 @@ def _of_expert(one: _Side, other: _Side, a: Group, b: Group, index: int) -> Iter
 
 
 def _scale_dtype(group: Group, index: int) -> str:
-    """As it lies there: of an output it may have been cast."""
+    """The dtype of an expert's scales as they lie there: an output's may have been cast."""
     if isinstance(group, StoredGroup):
         return next(p.place.dtype for p in group.parts(index) if p.stacked.role == "scale")
     return group.experts[index].gate.scale.dtype
 
 
 def _floats(bits: NDArray[Any], dtype: str) -> NDArray[Any]:
-    """The values of floats given as their bits."""
-    if dtype == "BF16":
-        return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
-    return bits.view({"F16": np.float16, "F32": np.float32}.get(dtype, bits.dtype))
+    """The values of scales given as their bits; MXFP4's bytes as they are, whatever their dtype is
+    called."""
+    return bits if bits.dtype == np.uint8 else widened(bits, dtype)
 
 
 def _changed(x: NDArray[Any], y: NDArray[Any], bits: int | None) -> int:
-    """How many elements differ; `bits`: of those that are packed into int32 words."""
+    """How many elements differ; `bits`: of an element, if they are packed into int32 words."""
     if bits is None:
         return int((x != y).sum())
     other = x.view(np.uint32) ^ y.view(np.uint32)
     shift = 1
-    while shift < bits:  # any bit of a field to its lowest
+    while shift < bits:  # any set bit of a field sets its lowest
         other = other | other >> np.uint32(shift)
         shift *= 2
     lowest = np.uint32(0xFFFFFFFF // ((1 << bits) - 1))

@@ -1,4 +1,4 @@
-"""Where two matrices of a kind differ, and what the differing codes and scales mean. Pure."""
+"""Where two matrices differ, and what the differing codes and scales mean. Pure."""
 
 from typing import Any
 

@@ -1,6 +1,6 @@
 """What a validation records, as plain data: its checks, what they found, the ledger, statistics.
 
-Everything that is shown (a line, JSON, the report) is made of this and of nothing else.
+Everything that is shown (a line, JSON, the report) is made from this and nothing else.
 """
 
 from collections.abc import Iterable
@@ -46,11 +46,11 @@ Severity = Literal["error", "warning"]
 
 class Place(NamedTuple):
     """Where a matrix in plain order, as a rank holds it, differs from the source's. `expected` and
-    `found` are as stored: a code, or a float's bits; values are what they mean: of a code without
-    its scale, None if that hangs on a zero point or is no finite number."""
+    `found` are as stored: a code, or a float's bits. The values are what they mean: a code's
+    without its scale, None if that depends on a zero point or is not finite."""
 
     row: int
-    column: int | None  # of scales and zero points a group; None of a bias
+    column: int | None  # for scales and zero points a group; None for a bias
     expected: int
     found: int
     expected_value: float | None
@@ -58,8 +58,8 @@ class Place(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """One difference. `expert` is the model's number of it, not the rank's; `severity` warning:
-    nothing that an engine loads is wrong by it."""
+    """One difference. `expert` is counted in the model, not on the rank; `severity` warning: what
+    an engine loads is not wrong."""
 
     file: str
     text: str
@@ -72,7 +72,7 @@ class Finding(NamedTuple):
 
     @property
     def id(self) -> str:
-        """The same in every run that finds the same."""
+        """An id that is the same in every run that finds the same."""
         where = (self.file, self.tensor, self.expert)
         return ":".join([self.check, *(str(part) for part in where if part is not None)])
 
@@ -89,12 +89,12 @@ class Finding(NamedTuple):
 
 @dataclass
 class Check:
-    """One check, whether it passed or not, and how much was looked at."""
+    """One check: whether it passed, and how much was looked at."""
 
     id: str
     amount: int = 0  # files, tensors, experts' parts or bytes
     unit: str = ""
-    bytes: int = 0  # of what was looked at and compared with
+    bytes: int = 0  # of what was looked at and what it was compared with
     seconds: float = 0.0  # of all threads together
     findings: int = 0
     skipped: str = "not reached"  # why it was not made; empty: it was
@@ -119,7 +119,7 @@ class Entry(NamedTuple):
 
 
 class Pace(NamedTuple):
-    """What was read for one group of tensors, in which time."""
+    """What was read for one group of tensors, and in what time."""
 
     group: str
     bytes: int
@@ -127,8 +127,8 @@ class Pace(NamedTuple):
 
 
 class SourceShard(NamedTuple):
-    """A file of the source, by what identifies it. `content`: the hash of all of it that it came
-    with, sha256 on the Hub; None: it came with none."""
+    """A file of the source, by what identifies it. `content`: the hash of the whole file that it
+    came with, on the Hub its sha256; None if it came with none."""
 
     name: str
     bytes: int
@@ -167,8 +167,8 @@ class Validation:
 
     complete: bool  # what the manifest says of the output
     against_source: bool
-    sample: int | None  # so many experts a layer were read; None: all
-    seed: int | None = None  # that they were drawn with
+    sample: int | None  # how many experts of each layer were read; None: all
+    seed: int | None = None  # which they were drawn with
     source: SourceIdentity | None = None
     verified: bool = False  # the source's files were compared with the hashes they came with
     files: int = 0
@@ -189,19 +189,19 @@ class Validation:
         return not self.findings
 
     def record(self, name: str, findings: Iterable[Finding], amount: int, unit: str) -> None:
-        """A check was made of `amount` things, with these findings."""
+        """Note that a check of `amount` things was made, with these findings."""
         check = self.check(name)
         check.amount, check.unit, check.skipped = check.amount + amount, unit, ""
         self.found(finding._replace(check=name) for finding in findings)
 
     def found(self, findings: Iterable[Finding]) -> None:
-        """Findings that name their checks."""
+        """Add findings, which name their checks."""
         for finding in findings:
             self.findings.append(finding)
             self.check(finding.check).findings += 1
 
     def took(self, tally: Tally, unit: str) -> None:
-        """What a task looked at."""
+        """Add what a task looked at."""
         for name, (amount, nbytes, seconds) in tally.amounts.items():
             check = self.check(name)
             check.skipped, check.unit = "", unit
@@ -210,5 +210,5 @@ class Validation:
             check.seconds += seconds
 
     def check(self, name: str) -> Check:
-        """The check of this id."""
+        """The check with this id."""
         return next(check for check in self.checks if check.id == name)

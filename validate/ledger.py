@@ -15,7 +15,7 @@ VERBATIM, DROPPED = "tensors that are not cut", "companions that follow from sha
 
 def ledger(checkpoint: Checkpoint, model: Model, converted: set[str]) -> list[Entry]:
     """The bytes of the source's shards by what became of them; `converted`: the groups that the
-    output holds. The last entry, if there is one, is of bytes that nothing accounts for."""
+    output holds. If nothing accounts for some bytes, they are the last entry."""
     sums: dict[str, list[int]] = defaultdict(lambda: [0, 0])
     for label, nbytes in _accounts(model.groups, converted):
         sums[label][0] += nbytes

@@ -13,7 +13,7 @@ DECODED = (PackQuantized.name, PackedMxfp4.name)  # the formats that the library
 
 def library_codes(quantization: Quantization, packed: NDArray[np.int32]) -> NDArray[np.int8]:
     """Plain words int32 [N, K·bits/32] → int8 [N, K], decoded by compressed-tensors: codes less the
-    middle of their range, or of MXFP4 twice their values."""
+    middle of their range; for MXFP4, twice their values."""
     with said_if_slow("loading compressed-tensors and torch, which decode the source's codes too"):
         import torch  # seconds to import, and only this check needs it
         from compressed_tensors.compressors import unpack_fp4_from_uint8, unpack_from_int32

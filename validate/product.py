@@ -2,9 +2,9 @@
 reads them, from the fragments of its matrix instruction, and not by the layout's formulas.
 
 Sources: the fragments of `mma.m16n8k16` (PTX ISA, Matrix Fragments for mma.m16n8k16 with floating
-point type): of B a lane holds k = 2·(lane mod 4) + {0, 1} and those + 8, at n = lane div 4; of the
-sum n = 2·(lane mod 4) + {0, 1}. And the order in which vLLM's Marlin takes a word apart: the
-fields of k and k + 8 side by side, of k + 1 half a word further.
+point type): a lane holds of B k = 2·(lane mod 4) + {0, 1} and those + 8, at n = lane div 4; of the
+sum, n = 2·(lane mod 4) + {0, 1}. And the order in which vLLM's Marlin takes a word apart: the
+fields of k and k + 8 side by side, that of k + 1 half a word further.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from kconvert.layouts.numba_jit import jit
 from kconvert.layouts.quantization import Quantization, factors, integers, meaning
 from kconvert.layouts.scan import widened
 
-_ROWS = 128  # that are unpacked at once
+_ROWS = 128  # unpacked at once
 _WARP = 32
 
 
@@ -32,8 +32,9 @@ def products_agree(
     layout: Layout, codes: NDArray[np.int32], scales: NDArray[Any], dtype: str, seed: int
 ) -> bool:
     """Whether the stored codes and scales of a matrix [N, K], read in the kernels' order, times K
-    whole numbers give what the layout's inverse gives. Group by group, and so without rounding:
-    the sums are integers, each times one scale in float64. Zero points and biases are left out."""
+    whole numbers give the same as what the layout's inverse unpacks. This is done group by group,
+    so nothing is rounded: the sums are integers, each times one scale in float64. Zero points and
+    biases are left out."""
     quantization = layout.quantization._replace(zero_point=False)
     words = layout.unpack("code", codes)
     columns = words.shape[1] * 32 // quantization.bits
@@ -83,7 +84,7 @@ def _marlin_sums(
 
 @jit
 def _multiply(codes, bits, integers, numbers, sums):  # type: ignore[no-untyped-def]
-    """A warp at a time takes 16 k × 64 n: a lane as many neighbouring words as codes have bits."""
+    """A warp at a time takes 16 k × 64 n: a lane as many neighboring words as codes have bits."""
     fields, group = 32 // bits, len(numbers) // sums.shape[1]
     mask = np.uint32((1 << bits) - 1)
     for k_tile in range(codes.shape[0]):
@@ -101,7 +102,7 @@ def _multiply(codes, bits, integers, numbers, sums):  # type: ignore[no-untyped-
 
 
 def _marlin_scale_rows(n: int, groups: int, quantization: Quantization) -> NDArray[np.int64]:
-    """Which row of a matrix the scale at each place of a stored row belongs to."""
+    """The row of the matrix to which the scale at each place of a stored row belongs."""
     place = np.arange(n)
     if quantization.scheme != "mxfp4" and groups == 1:  # times the sum: a lane's 8 of 32
         lane, fragment, odd = place % 32 // 8, place % 8 // 2, place % 2
@@ -112,6 +113,6 @@ def _marlin_scale_rows(n: int, groups: int, quantization: Quantization) -> NDArr
     return 64 * (place // 64) + 8 * fragment + lane
 
 
-# By a layout's name; of plain layouts the order that is read is the plain one.
+# By a layout's name; a plain layout is read in the plain order.
 _SUMS: dict[str, Callable[..., NDArray[np.int64]]] = {Marlin.name: _marlin_sums}
 _SCALES: dict[str, Callable[..., NDArray[np.int64]]] = {Marlin.name: _marlin_scale_rows}

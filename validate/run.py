@@ -67,7 +67,7 @@ def _open(output: Path, manifest: Manifest, asked: Asked) -> Comparison | None:
 
 
 def _identity(source: Source, given: str) -> SourceIdentity:
-    """`given`: its name, if it has none of its own."""
+    """What identifies the source; `given` is its name if it has none of its own."""
     shards = [
         SourceShard(
             shard.name, shard.size, digest(shard.header),
@@ -85,7 +85,7 @@ def _look(
     asked: Asked,
     result: Validation,
 ) -> None:
-    """Make the checks, as far as what was found lets them be made."""
+    """Make the checks, as far as the findings of earlier ones allow."""
     blobs, unreadable = structure.read_blobs(output, manifest)
     result.record("headers", unreadable, 0, "blobs")
     result.record("files", structure.check_files(output, manifest), len(manifest.files), "files")
@@ -110,7 +110,7 @@ def _look(
         _look_at_source(output, manifest, compared.source, model, blobs, result)
     if not read_in_order(layout_named(manifest.layout)(dims.quantization)):
         result.check("product").skipped = f"layout {manifest.layout} is read in the plain order"
-    # Their data would be read by headers that are not to be trusted.
+    # If their headers cannot be trusted, their data is not read.
     of_blobs = {name for name, entry in manifest.files.items() if entry.fingerprint is not None}
     damaged = {finding.file for finding in result.findings if finding.severity == "error"}
     result.unread = sorted(damaged & of_blobs)
@@ -126,7 +126,7 @@ def _look_at_source(
     blobs: list[Blob],
     result: Validation,
 ) -> None:
-    """What can be compared with it before its shards are read."""
+    """Compare what can be compared with the source before its shards are read."""
     wrong = chain(
         _check_small_files(output, source, manifest),
         _check_groups(manifest, blobs, model.groups),
@@ -137,7 +137,7 @@ def _look_at_source(
 
 
 def _account(result: Validation, checkpoint: Checkpoint, model: Model, converted: set[str]) -> None:
-    """The ledger, and a finding if bytes are left over; none of a part of a source."""
+    """Make the ledger, and a finding if bytes are left over; not for a part of a source."""
     if checkpoint.absent:
         result.check("ledger").skipped = "the source lacks shards that its index names"
         return
@@ -165,8 +165,8 @@ def _check_small_files(output: Path, source: Source, manifest: Manifest) -> Iter
 def _check_groups(
     manifest: Manifest, blobs: list[Blob], groups: dict[str, Group]
 ) -> Iterable[Finding]:
-    """A complete output has every group of the source (the MTP layers, vision, that its config
-    does not tell of), but for vision where that was left out."""
+    """A complete output has every group of the source (also MTP layers and vision, which its config
+    does not declare), except vision if that was left out."""
     there = {blob.group for blob in blobs}
     for name in groups.keys() - there if manifest.complete else ():
         if not (name == VISION and manifest.text_only):

@@ -1,4 +1,4 @@
-"""What codes and scales look like, layer by layer and expert by expert; seen in the bytes of the
+"""What codes and scales look like, layer by layer and expert by expert: counted in the bytes of the
 blobs while they are in memory, in whatever order they lie."""
 
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ from kconvert.layouts.numba_jit import jit
 from kconvert.layouts.quantization import Quantization, meaning
 from kconvert.layouts.scan import widened
 
-_FAR = 8.0  # deviations from the middle of a layer, from which on an expert is an outlier
-_MAD = 1.4826  # of a normal distribution: its deviation in median absolute deviations
+_FAR = 8.0  # an expert is an outlier that is more deviations from the middle of its layer
+_MAD = 1.4826  # a normal distribution's standard deviation in median absolute deviations
 
 
 @dataclass(frozen=True)
 class ScaleSums:
-    """Magnitudes of some scales; `least` and `greatest` of those that are finite and not zero."""
+    """Magnitudes of some scales; `least` and `greatest` count only finite ones that are not 0."""
 
     count: int
     zeros: int
@@ -95,7 +95,7 @@ class LayerStatistics:
 
     @property
     def means(self) -> NDArray[np.float64]:
-        """The mean magnitude of each expert's scales; NaN of one that was not read."""
+        """The mean magnitude of each expert's scales; NaN for one that was not read."""
         count = self.scales[:, 0]
         means = np.full(len(count), np.nan)
         np.divide(self.totals, count, out=means, where=count > 0)
@@ -103,9 +103,9 @@ class LayerStatistics:
 
     @property
     def sizes(self) -> NDArray[np.float64]:
-        """The root mean square of each expert's weights, estimated: of its codes times of its
-        scales, which is exact where the one does not hang on the other. NaN of one that was not
-        read, and where codes hang on zero points."""
+        """The root mean square of each expert's weights, estimated as that of its codes times that
+        of its scales: exact if codes and scales are independent. NaN for an expert that was not
+        read, and if codes depend on zero points."""
         codes, scales = self.codes.sum(axis=1), self.scales[:, 0]
         seen = (codes > 0) & (scales > 0) & self._bare
         found = np.full(len(codes), np.nan)
@@ -192,7 +192,7 @@ def _plane(a, b, c, d):  # type: ignore[no-untyped-def]
 
 @jit
 def _count_bytes(data, counts):  # type: ignore[no-untyped-def]
-    """In four tables: a byte that follows its like would wait for the same counter."""
+    """Count in four tables: a byte that follows an equal one would wait for the same counter."""
     end = len(data) // 4 * 4
     for i in range(0, end, 4):
         counts[0, data[i]] += 1
@@ -209,9 +209,10 @@ _INFINITE = np.uint32(0x7F800000)
 
 
 def sum_scales(bits: NDArray[Any], dtype: str) -> ScaleSums:
-    """Look at scales, given as the bits of their safetensors `dtype`."""
+    """Look through scales, given as the bits of their safetensors `dtype`."""
     wide = flat = bits.reshape(-1)
-    if dtype in ("U8", "F8_E8M0"):  # exponents: 0 is read as zero by the kernels
+    if dtype in ("U8", "F8_E8M0"):
+        # MXFP4's bytes are exponents; the kernels read 0 as zero.
         wide = _EXPONENTS[flat].view(np.uint32)
     elif dtype != "BF16":
         wide = widened(flat, dtype).view(np.uint32)

@@ -1,4 +1,4 @@
-"""Checks that read headers and small files alone: is everything there, and what it should be?"""
+"""Checks that read only headers and small files: is everything there, and as it should be?"""
 
 from collections.abc import Iterator
 from itertools import islice
@@ -24,7 +24,7 @@ from kconvert.layouts.families.family import Family
 from kconvert.layouts.formats.format import SCALE_DTYPES
 from kconvert.layouts.header import Header
 from kconvert.layouts.manifest import MANIFEST_NAME, WORK_FOLDER, FileEntry, Manifest
-from kconvert.layouts.model import OUTER, VISION, layer_name, layer_numbers, name_prefix
+from kconvert.layouts.model import OUTER, VISION, layer_name, layer_number, name_prefix
 from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.registry import layout_named
 from kconvert.layouts.sharding import ModelDims, Parallelism, rank_slice
@@ -47,8 +47,8 @@ class Blob(NamedTuple):
 
 
 def check_files(output: Path, manifest: Manifest) -> Iterator[Finding]:
-    """Every file of the manifest is there with its size, small files with their digest too; and
-    no other weights are, unless a run has published them and was interrupted."""
+    """Every file of the manifest is there with its size, and small files with their digest. No
+    other weights are there, except what an interrupted run has published."""
     for name, entry in manifest.files.items():
         path = output / name
         if not path.is_file():
@@ -72,7 +72,7 @@ def check_files(output: Path, manifest: Manifest) -> Iterator[Finding]:
 def check_complete(manifest: Manifest, dims: ModelDims) -> Iterator[Finding]:
     """A complete output has the blobs of every layer and rank of its config.json, and outer.
 
-    The converter's word is not taken for it: what must be there follows from the config alone.
+    The manifest is not relied on: what must be there follows from the config alone.
     """
     if not manifest.complete:
         return
@@ -101,7 +101,7 @@ def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Findi
         try:
             header, info = read_blob(output / name)
         except (CheckpointError, OutputError) as error:
-            # Findings name the file themselves, and what is advised is for a download.
+            # A finding names the file itself, and the advice is for a download.
             text = str(error).removeprefix(f"{output / name}").lstrip(", ")
             findings.append(
                 Finding(name, text.removesuffix("; download it again.").removesuffix("."))
@@ -112,7 +112,7 @@ def read_blobs(output: Path, manifest: Manifest) -> tuple[list[Blob], list[Findi
 
 
 def check_headers(manifest: Manifest, blobs: list[Blob], dims: ModelDims) -> Iterator[Finding]:
-    """Headers are the manifest's, agree with it and with themselves, and hold the right shapes."""
+    """Headers are the manifest's, agree with it and in themselves, and hold the right shapes."""
     for blob in blobs:
         yield from _check_header(blob, manifest.files[blob.path], manifest, dims)
 
@@ -131,7 +131,7 @@ def check_alignment(blobs: list[Blob]) -> Iterator[Finding]:
 
 
 def check_provenance(manifest: Manifest, blobs: list[Blob]) -> Iterator[Finding]:
-    """Every blob is of the repository and commit that the manifest names."""
+    """Every blob names the repository and commit that the manifest does."""
     for blob in blobs:
         info = blob.info
         if (info.repo, info.commit) != (manifest.repo, manifest.commit):
@@ -144,15 +144,14 @@ def check_provenance(manifest: Manifest, blobs: list[Blob]) -> Iterator[Finding]
 
 
 def check_common(blobs: list[Blob], family: Family) -> Iterator[Finding]:
-    """Common blobs hold every tensor that config.json implies, as it implies it, and no other."""
+    """Common blobs hold every tensor that config.json implies, as it says, and no other."""
     common = {blob.group: blob for blob in blobs if blob.info.sharding is None}
     prefix = name_prefix([name for blob in common.values() for name in blob.header.tensors])
     stacked = {b.group: next(iter(b.header.tensors), "") for b in blobs if b.info.sharding}
     for group, blob in common.items():
         if group != VISION:
-            layer = next(iter(layer_numbers([group])), None)
             experts, tensors = stacked.get(group, ""), blob.header.tensors
-            for wrong in disagreements(family, layer, prefix, tensors, experts):
+            for wrong in disagreements(family, layer_number(group), prefix, tensors, experts):
                 yield Finding(blob.path, wrong.text, wrong.tensor)
 
 
@@ -177,8 +176,8 @@ def _check_header(
 def _check_sharding(
     blob: Blob, sharding: Sharding, manifest: Manifest, dims: ModelDims
 ) -> Iterator[Finding]:
-    """A rank's blob is in its folder, says of itself what manifest and config.json say, and holds
-    the stacked tensors of one layer."""
+    """A rank's blob is in its folder, says what manifest and config.json say, and holds the stacked
+    tensors of one layer."""
     path, info = blob.path, blob.info
     here = (sharding.layout, sharding.tp, sharding.ep)
     if here != (manifest.layout, manifest.tp, manifest.ep):

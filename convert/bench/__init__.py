@@ -1,1 +1,2 @@
-"""`kconvert bench repack`, `convert` and `plan`: ratios, measured pair by pair in one run."""
+"""The compiler's benches: `kconvert bench repack`, `convert`, `reshard`, `validate` and `plan`.
+Ratios are measured pair by pair in one run."""

@@ -25,7 +25,7 @@ _MEMORY = Path("/dev/shm")
 
 
 class Case(NamedTuple):
-    """So many layers of so many experts each, of K2.6's size."""
+    """`layers` layers of `experts` experts each, of K2.6's size."""
 
     name: str
     layers: int
@@ -34,7 +34,7 @@ class Case(NamedTuple):
 
 
 def cases() -> list[Case]:
-    """One layer and several on the disk; four in memory, as large as it has room for twice."""
+    """One layer and several on the disk; four in memory, as large as fits there twice."""
     several = [Case("one layer", 1, 384), Case("three layers", 3, 128)]
     free = shutil.disk_usage(_MEMORY).free if _MEMORY.is_dir() else 0
     for experts in (384, 128, 32):
@@ -47,8 +47,8 @@ def bench_convert(folder: Path, pairs: int = 5) -> dict[str, Any]:
     """Converting true-size K2.6 MoE layers (tp 8, marlin) against copying their files with sync:
     as `cp` does, and past the page cache as the converter writes; beside them the raw rates.
 
-    Works in new folders under `folder`, which needs 25 GB for the while, and in /dev/shm; they are
-    deleted. Planning is timed apart. Peak private memory is of this process, which is the only one.
+    Works in new folders under `folder`, which needs 20 GB meanwhile, and in /dev/shm; they are
+    deleted. Planning is timed apart. Peak private memory is that of this process and its workers.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kconvert-bench-", dir=folder) as work:
@@ -97,7 +97,7 @@ def _bench_case(case: Case, work: Path, pairs: int) -> dict[str, Any]:
 
 
 def synth_apart(source: Path, preset: str, **sizes: Any) -> None:
-    """In a process of its own, whose memory is gone when the conversion's is measured."""
+    """Run `synth` in a process of its own: its memory is gone when the conversion's is measured."""
     make = partial(synth, source, preset, **sizes)
     process = multiprocessing.get_context("spawn").Process(target=make)
     process.start()
@@ -136,7 +136,7 @@ def copy_file(source: Path, target: Path, flags: int) -> None:
     """Copy through a reused buffer and sync: `cp` and `sync FILE`, or with O_DIRECT in `flags`."""
     buffer = memoryview(mmap.mmap(-1, _COPY_BYTES))  # on a page
     out = os.open(target, os.O_CREAT | os.O_WRONLY | os.O_TRUNC | flags, 0o644)
-    rest = os.open(target, os.O_WRONLY)  # for the last piece, which is no whole page
+    rest = os.open(target, os.O_WRONLY)  # for the last piece, which is not whole pages
     try:
         with open(source, "rb", buffering=0) as file:
             at = 0
@@ -149,6 +149,6 @@ def copy_file(source: Path, target: Path, flags: int) -> None:
 
 
 def cpu_seconds() -> float:
-    """What this process has used, and its workers once they have ended."""
+    """CPU seconds of this process, and of its workers once they have ended."""
     both = (resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
     return sum(used.ru_utime + used.ru_stime for used in both)

@@ -13,7 +13,7 @@ from kconvert.convert.doctor import probe
 
 
 def machine() -> dict[str, Any]:
-    """What a figure depends on."""
+    """The machine, its libraries and the date: what a figure depends on."""
     cpu = probe.cpu()
     return {
         "cpu": cpu["model"],
@@ -25,7 +25,8 @@ def machine() -> dict[str, Any]:
 
 
 class PeakMemory:
-    """Samples this process's private memory every 5 ms: `start` and `peak` in bytes."""
+    """Samples the private memory of this process and its children every 5 ms: `start` and `peak` in
+    bytes."""
 
     def __enter__(self) -> "PeakMemory":
         self.start = self.peak = _private_bytes()
@@ -44,7 +45,8 @@ class PeakMemory:
 
 
 def _private_bytes() -> int:
-    """What this process and its children hold; what they share counts once, which takes longer."""
+    """What this process and its children hold. What they share counts once, which is slower to
+    find out."""
     children = multiprocessing.active_children()
     if children:
         pids = [os.getpid(), *(child.pid for child in children)]
@@ -63,6 +65,7 @@ def _anonymous(pid: int) -> int:
 
 
 def seconds_of(work: Callable[[], object]) -> float:
+    """How long `work` takes."""
     start = time.perf_counter()
     work()
     return time.perf_counter() - start

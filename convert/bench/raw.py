@@ -13,8 +13,8 @@ _IN_FLIGHT = (1, 4, 16)
 
 
 def raw_rates(folder: Path, nbytes: int) -> dict[str, Any]:
-    """GB/s of writing `nbytes` in blocks of 8 MiB with a sync, and of reading them back, by how
-    many are in flight; past the page cache if the file system can."""
+    """GB/s of writing `nbytes` in blocks of 8 MiB with a sync, and of reading them back, by the
+    number of blocks in flight; past the page cache if the file system can."""
     target = folder / "raw"
     direct, rows = True, []
     for in_flight in _IN_FLIGHT:

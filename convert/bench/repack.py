@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.convert.bench.machine import machine, seconds_of
-from kconvert.layouts.formats.transpose import turned
+from kconvert.layouts.formats.transpose import transpose_into
 from kconvert.layouts.marlin import Marlin
 from kconvert.layouts.quantization import Quantization, Role
 from kconvert.layouts.reader import Scratch
@@ -21,7 +21,7 @@ _ROTATED = 200 << 20  # bytes a core, past the last-level cache
 
 
 class _Case(NamedTuple):
-    """What a rank's slice of an expert's matrix [n, k] is packed from."""
+    """A rank's slice of an expert's matrix [n, k]: its rows, its columns, what is packed of it."""
 
     name: str
     quantization: Quantization
@@ -30,11 +30,11 @@ class _Case(NamedTuple):
     rows: range
     columns: range
     roles: tuple[Role, ...]
-    transposed: bool = False  # as GPTQ stores it: the whole matrix is turned first
+    transposed: bool = False  # as GPTQ stores it: the whole matrix is transposed first
 
 
 def _cases(kind: str, quantization: Quantization, n: int, k: int) -> tuple[_Case, _Case]:
-    """gate and down of an expert at tp 8, with all that is stored of them."""
+    """gate and down of an expert at tp 8, with everything that is stored of them."""
     part, roles = range(n // 8, n // 4), quantization.roles
     return (
         _Case(f"w13 {kind}", quantization, n, k, part, range(k), roles),
@@ -44,7 +44,7 @@ def _cases(kind: str, quantization: Quantization, n: int, k: int) -> tuple[_Case
 
 _K26, _GPTQ = Quantization(32), Quantization(128)
 _CASES = (
-    # Codes alone of one expert of K2.6, tp 8; then a row a format, scales and zero points too.
+    # Only the codes of one expert of K2.6, tp 8; then each format, with scales and zero points.
     _Case("w13", _K26, 2048, 7168, range(256, 512), range(7168), ("code",)),
     _Case("w2", _K26, 7168, 2048, range(7168), range(256, 512), ("code",)),
     *_cases("INT8", Quantization(128, 8), 2048, 7168),
@@ -58,8 +58,8 @@ def bench_repack(pairs: int = 96) -> dict[str, Any]:
     """Marlin packing of one rank's slices against a plain copy of the same bytes, on one core and
     on more at once. Buffers (≥ 0.2 GB a core) are rotated past the last-level cache.
 
-    `on_cores`: how much faster that many threads are than one, packing and copying: where the
-    copy does not get faster either, memory is the limit.
+    `on_cores`: how much faster that many threads are than one, packing and copying: if the copy
+    does not get faster either, memory is the limit.
     """
     cores = len(os.sched_getaffinity(0))
     rows = []
@@ -129,7 +129,9 @@ class _Slice:
         start = time.perf_counter()
         for role, source in self._sources[at].items():
             if case.transposed:
-                source = turned(source, self._scratch.take(role, source.shape[::-1], source.dtype))
+                plain = self._scratch.take(role, source.shape[::-1], source.dtype)
+                transpose_into(source, plain)
+                source = plain
             self._layout.pack_into(role, source, case.rows, case.columns, outs[role], 0)
         return time.perf_counter() - start
 
@@ -143,7 +145,7 @@ class _Slice:
 
 
 def _speedup(workers: list[_Slice], work: Callable[[_Slice], float]) -> float:
-    """How much more a thread a worker gets done than one: median of interleaved rounds."""
+    """How much more all workers, a thread each, get done than one: median of interleaved rounds."""
 
     def rounds(worker: _Slice) -> None:
         for _ in range(200):

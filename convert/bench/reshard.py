@@ -1,4 +1,4 @@
-"""`kconvert bench reshard`: making one output from another, and exporting it, against copying."""
+"""`kconvert bench reshard`: making an output from another, and exporting one, against copying."""
 
 import os
 import shutil
@@ -18,14 +18,14 @@ from kconvert.convert.run import run
 
 
 class Kind(NamedTuple):
-    """An output of the source."""
+    """An output: its layout and parallelism."""
 
     layout: str
     tp: int
     ep: int = 1
 
 
-# What is made of what; None: the checkpoint.
+# (name, what is there, what is made from it); None: the checkpoint.
 _CASES: tuple[tuple[str, Kind, Kind | None], ...] = (
     ("tp 8 → tp 4", Kind("marlin", 8), Kind("marlin", 4)),
     ("tp 4 → tp 8", Kind("marlin", 4), Kind("marlin", 8)),
@@ -37,11 +37,11 @@ _CASES: tuple[tuple[str, Kind, Kind | None], ...] = (
 
 
 def bench_reshard(folder: Path, experts: int = 128, pairs: int = 3) -> dict[str, Any]:
-    """Resharding and exporting a K2.6 MoE layer of true size, with so many experts, against
+    """Resharding and exporting a K2.6 MoE layer of true size, with `experts` experts, against
     copying the files that are written, with sync, as `cp` does and past the page cache, in turns.
 
-    What outputs have in common is linked, and counts as nothing written. Works in a new folder
-    under `folder`, which needs 5 times the layer (25 MB an expert) for the while.
+    What outputs have in common is linked, and does not count as written. Works in a new folder
+    under `folder`, which needs 5 times the layer (25 MB an expert) meanwhile.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kconvert-bench-", dir=folder) as made:

@@ -20,12 +20,12 @@ def bench_validate(
     folder: Path, check: Callable[[Path, Path], bool], experts: int = 384, pairs: int = 3
 ) -> dict[str, Any]:
     """Validating a K2.6 MoE layer of true size (tp 8, marlin) against its source with `check`, and
-    reading both sides' files once, in turn; the page cache is dropped before each. A first turn is
-    not counted: it compiles kernels and loads torch. Raises RuntimeError where `check` finds a
+    reading both sides' files once, in turn; the page cache is dropped before each. The first turn
+    is not counted: it compiles kernels and loads torch. Raises RuntimeError if `check` finds a
     difference.
 
-    Works in a new folder under `folder`, which needs 50 MB an expert for the while. Where that is
-    tmpfs there is no cache to drop, and both read memory. Peak private memory is of this process.
+    Works in a new folder under `folder`, which needs 50 MB an expert meanwhile. If that is tmpfs
+    there is no cache to drop, and both read memory. Peak private memory is that of this process.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="kconvert-bench-", dir=folder) as made:
@@ -72,7 +72,7 @@ def _threads() -> int:
 
 
 def _drop(files: list[Path]) -> None:
-    """What the page cache has of them; synced first, as only clean pages go."""
+    """Drop the files from the page cache; synced first, as only clean pages go."""
     for file in files:
         fd = os.open(file, os.O_RDONLY)
         try:
@@ -83,7 +83,7 @@ def _drop(files: list[Path]) -> None:
 
 
 def _read(files: list[Path]) -> None:
-    """Every byte once, each thread into a buffer of its own."""
+    """Read every byte once, each thread into a buffer of its own."""
 
     def read(file: Path) -> None:
         buffer = bytearray(_READ_BYTES)

@@ -40,7 +40,7 @@ def bench_repack(as_json: Json = False) -> None:
 @bench.command("plan")
 @explained
 def bench_plan(as_json: Json = False) -> None:
-    """Planning all of K2.6 and K3, and --help, as whole processes."""
+    """Planning all of K2.6 and of K3, and --help, each as a whole process."""
     from kconvert.convert.bench.plan import bench_plan as measure
     from kconvert.convert.cli import bench_text
 
@@ -111,7 +111,7 @@ def bench_moe(
     as_json: Json = False,
 ) -> None:
     """One K2.6 MoE layer's kernels on this GPU, against the time to only read its weights, and
-    against vLLM's and Humming's where they are installed."""
+    against vLLM's and Humming's if they are installed."""
     from kconvert.convert.cli import bench_text
     from kconvert.runtime.bench import moe
 
@@ -220,33 +220,35 @@ def bench_decode(
     save: Save = None,
     picture: Picture = None,
     shape: Annotated[
-        str | None, typer.Option(help="In place of a folder: a preset of `synth`, as k2.6.")
+        str | None, typer.Option(help="Instead of a folder: a preset of `synth`, like k2.6.")
     ] = None,
-    rank_of: Annotated[int, typer.Option(min=1, help="With --shape: of how many ranks one.")] = 8,
+    rank_of: Annotated[
+        int, typer.Option(min=1, help="With --shape: one rank is run of this many.")
+    ] = 8,
     contexts: Annotated[
         str | None, typer.Option(metavar="LIST", help="With --shape: 1024,8192,32768.")
     ] = None,
     layers: Annotated[
-        int | None, typer.Option(min=4, help="With --shape: only so many, to try it out.")
+        int | None, typer.Option(min=4, help="With --shape: only this many layers, for a trial.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="With --shape: only 1, 8, 16 and 33 rows of a text.")
+        bool, typer.Option("--quick", help="With --shape: only 1, 8, 16 and 33 rows of one text.")
     ] = False,
-    seed: Annotated[int, typer.Option(min=0, help="With --shape: of weights and tokens.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="With --shape: seed of weights and tokens.")] = 0,
     as_json: Json = False,
 ) -> None:
     """ar, chains and trees of several budgets side by side.
 
     A folder for N ranks: torchrun --nproc-per-node N --no-python kconvert bench decode …
-    With --shape: the step of one rank of a model's true size, its weights made up on the GPU; two
-    layers are first compared with float64, and the bits of all ways to run 16 tokens. Exits with 1
-    where anything differs. By torchrun the ranks that are there exchange for real.
+    With --shape: the step of one rank of a model of true size, its weights made up on the GPU; two
+    layers are first compared with float64, and the bits of all ways to run 16 tokens with one
+    another. Exits with 1 if anything differs. Under torchrun the ranks that are there exchange.
     """
     from kconvert.convert.cli import bench_text
 
     if shape is not None:
         if output is not None:
-            raise typer.BadParameter("either a folder or --shape", param_hint="--shape")
+            raise typer.BadParameter("give either a folder or --shape", param_hint="--shape")
         _decode_shape(shape, rank_of, contexts, layers, quick, seed, save, as_json)
         return
     if output is None or drafter is None or prompts is None:
@@ -343,7 +345,7 @@ def bench_exact(
     """Every mode and budget against ar, bit for bit. Exits with 1 if anything differs.
 
     Folders for N ranks: torchrun --nproc-per-node N --no-python kconvert bench exact …
-    Of a multiple of N processes, every N take a part of the prompts.
+    With a multiple of N processes, each N of them take a part of the prompts.
     """
     from kconvert.convert.cli import bench_text
     from kconvert.runtime.bench.exact import bench_exact as measure

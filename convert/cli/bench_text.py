@@ -59,8 +59,8 @@ def convert_text(table: dict[str, Any]) -> str:
 
 
 def moe_text(table: dict[str, Any]) -> str:
-    """`bench moe` as a table: microseconds, the floor of only reading the weights, and what part of
-    a peer's time kconvert takes for the same."""
+    """`bench moe` as a table: microseconds, the floor (the weights only read), and kconvert's time
+    as a part of a peer's for the same."""
     lines = [
         f"{table['card']}, {table['date']}",
         "shape      M  experts       µs    TB/s  floor µs  align µs  router µs",
@@ -88,7 +88,7 @@ def moe_text(table: dict[str, Any]) -> str:
 
 
 def linear_text(table: dict[str, Any]) -> str:
-    """`bench linear` as a table: microseconds, and the floor of only reading the weight."""
+    """`bench linear` as a table: microseconds, and the floor (the weight only read)."""
     lines = [
         f"{table['card']}, {table['date']}",
         "product                   N      K    M       µs  floor µs  × floor",
@@ -123,7 +123,7 @@ def tree_text(table: dict[str, Any]) -> str:
 
 
 def exchange_text(table: dict[str, Any]) -> str:
-    """`bench exchange` as a table: a line a way, a column a number of rows."""
+    """`bench exchange` as a table: a line for each way, a column for each number of rows."""
     rows = sorted({row["M"] for row in table["rows"]})
     us = {(row["way"], row["M"]): row["us"] for row in table["rows"]}
     same = all(row["same_bits"] for row in table["rows"])
@@ -138,7 +138,7 @@ def exchange_text(table: dict[str, Any]) -> str:
 
 
 def load_text(table: dict[str, Any]) -> str:
-    """`bench load` as a table: GB/s, the share of the run's best rate, and the goal of that."""
+    """`bench load` as a table: GB/s, the share of the run's best rate, and the goal for it."""
     where = table["card"] or "the host's memory, no GPU"
     title = f"{table['bytes'] / 1e9:.2f} GB in {table['files']} blob(s) to {where}"
     if table["ranks"] > 1:
@@ -189,7 +189,7 @@ def decode_text(table: dict[str, Any]) -> str:
 
 
 def _gpu_decode_text(table: dict[str, Any], title: str) -> str:
-    """Microseconds: of a token, of a step, of its host's work, of the gap before the next step."""
+    """Microseconds a token, a step, of the host's work in it, and of the gap before the next."""
     lines = [
         f"{title}, GPU memory taken {table['gpu_bytes'] / 1e9:.2f} GB",
         "mode    budget  tokens/s   × ar  committed  µs/token  µs/step  host  between"
@@ -272,7 +272,7 @@ def _step_line(row: dict[str, Any]) -> str:
 
 
 def projection_text(table: dict[str, Any]) -> str:
-    """`bench projection` as tables, a machine each: a tree's rate as a range."""
+    """`bench projection` as tables, one for each machine: a tree's rate is a range."""
     from kconvert.runtime.bench.shape.projection import best, groups
 
     lines = [f"PROJECTED, not measured, from {table['from']}, {table['context']} of context"]
@@ -298,7 +298,8 @@ def projection_text(table: dict[str, Any]) -> str:
 
 
 def exact_text(table: dict[str, Any]) -> str:
-    """`bench exact` in a line, or a line a difference; on a GPU another of how near the CPU is."""
+    """`bench exact` in a line, or a line for each difference; on a GPU, another line says how near
+    it is to the CPU."""
     tokens = sum(row["tokens"] for row in table["rows"])
     if table["exact"]:
         texts = f", texts of up to {table['longest']:,}" if table.get("longest") else ""
@@ -324,7 +325,7 @@ def exact_text(table: dict[str, Any]) -> str:
 
 
 def reshard_text(table: dict[str, Any]) -> str:
-    """`bench reshard`: each case beside its copies; a ratio above 1 is quicker than the better."""
+    """`bench reshard`: each case beside its copies; above 1 it is quicker than the better copy."""
     lines = [
         _machine(table),
         "case                GB written       s   GB/s    cp s  O_DIRECT s  copy / it  core-s/GB",
@@ -353,7 +354,7 @@ def validate_text(table: dict[str, Any]) -> str:
 def plan_text(table: dict[str, Any]) -> str:
     """`bench plan` as a table."""
     lines = [_machine(table)]
-    # Results of before K3 was planned too have one model.
+    # Results from before K3 was planned too have one model.
     for model, key in (("K2.6", "plan"), ("K3", "k3_plan")):
         if f"{key}_seconds" in table:
             peak = size(table[f"{key}_peak_bytes"])

@@ -45,7 +45,7 @@ _ADVICE = {
     errno.EAGAIN: "raise the limit of processes (ulimit -u, or the container's)",
     errno.ENOMEM: "free some memory, or give fewer --workers",
 }
-# Python and torch have no class of their own for a machine that has no more of something.
+# Python and torch have no class of their own for a machine that has run out of something.
 _EXHAUSTED = {
     "can't start new thread": "no more threads can be started: raise the limit of processes"
     " (ulimit -u, or the container's), or give fewer --workers.",
@@ -54,13 +54,14 @@ _EXHAUSTED = {
 
 
 def folder(text: str) -> Path:
-    """A path; not the current folder if an unset variable left nothing."""
+    """A path; an empty one, as an unset variable leaves, is not the current folder."""
     if not text:
         raise typer.BadParameter("it is empty")
     return Path(text)
 
 
 def folder_argument(text: str, name: str = "OUTPUT") -> Any:
+    """An argument that is a path, shown as `name`, with `text` as its help."""
     return typer.Argument(parser=folder, metavar=name, help=text)
 
 
@@ -69,7 +70,7 @@ DtypeName = Literal["float32", "bfloat16"]
 DeviceName = Literal["auto", "cpu", "cuda"]
 Dtype = Annotated[
     DtypeName | None,
-    typer.Option("--dtype", help="What is computed in: float32 if not given, on a GPU bfloat16."),
+    typer.Option("--dtype", help="What to compute in; float32 if not given, on a GPU bfloat16."),
 ]
 Device = Annotated[
     DeviceName,
@@ -97,7 +98,9 @@ Verify = Annotated[
         "--verify", help="Compare the source's files with the hashes that came with them."
     ),
 ]
-Workers = Annotated[int | None, typer.Option(min=1, help="Threads; two a core if not given.")]
+Workers = Annotated[
+    int | None, typer.Option(min=1, help="How many at once; by the cores if not given.")
+]
 IgnoreConfigKey = Annotated[
     list[str] | None,
     typer.Option(
@@ -134,13 +137,13 @@ def explained(command: Callable[P, None]) -> Callable[P, None]:
 
 
 def interrupted() -> str:
-    """What to say of an interrupt, wherever it came."""
+    """What to say about an interrupt, wherever it came."""
     resume = f"; to resume: {shlex.join(['kconvert', *sys.argv[1:]])}"
     return "interrupted" + (resume if sys.argv[1:2] and sys.argv[1] in _RESUMED else "")
 
 
 def sentence_of(error: BaseException) -> str:
-    """What a person is told of an expected failure."""
+    """What a person is told about an expected failure."""
     if isinstance(error, KconvertError):
         return str(error)
     if isinstance(error, OSError):
@@ -169,7 +172,7 @@ def numbers(option: str, text: str | None) -> list[int] | None:
 
 
 def check_report(report: Path | None) -> None:
-    """A usage error, before hours of work, where a report could not be written."""
+    """Raise a usage error, before hours of work, if the report could not be written."""
     if report is not None and not report.parent.is_dir():
         raise typer.BadParameter(f"{report.parent} is no folder here", param_hint="--report")
     if report is not None and report.is_dir():
@@ -207,6 +210,7 @@ SCHEMA = 1  # of every command's JSON; what is only added keeps it
 def show(
     table: dict[str, Any], as_json: bool, to_text: Callable[[dict[str, Any]], str], quiet: bool
 ) -> None:
+    """Print a command's result: as one JSON object, or as `to_text` has it."""
     if as_json:
         print(json.dumps({"schema": SCHEMA, **table}))
     elif not quiet:
@@ -255,7 +259,7 @@ def reporting(work: "Work", quiet: bool, what: str = "convert") -> Iterator["Met
 
 
 def _columns() -> int:
-    """The columns of the terminal less the last, after which some begin a new line."""
+    """The terminal's columns but the last, after which some terminals begin a new line."""
     try:
         columns = os.get_terminal_size(sys.stderr.fileno()).columns
     except (OSError, ValueError):

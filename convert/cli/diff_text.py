@@ -25,7 +25,7 @@ def diff_table(result: "Diff") -> dict[str, Any]:
 
 
 def diff_text(table: dict[str, Any]) -> str:
-    """A line a layer whose experts differ, and one a tensor or file."""
+    """A line for each layer whose experts differ, and for each other tensor or file."""
     compared = (
         f"{table['groups']} groups, {table['tensors']:,} tensors, {table['experts']:,} experts,"
         f" {size(table['bytes_read'])} read"
@@ -48,5 +48,5 @@ def diff_text(table: dict[str, Any]) -> str:
         lines.append(f"  {d['group']}: {d['what']} {how}")
     left = len(lines) - 1 - _MOST
     if left > 0:
-        lines = [*lines[: _MOST + 1], f"  and {left} lines more (--json has all)"]
+        lines = [*lines[: _MOST + 1], f"  and {left} more lines (--json has all)"]
     return "\n".join(map(printable, lines))

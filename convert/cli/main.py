@@ -44,7 +44,7 @@ app.add_typer(bench, name="bench")
 
 
 def main() -> None:
-    """The console script: `run`, and an end to all threads."""
+    """The console script: `run`, then an end to all threads."""
     hold_streams()
     set_environment()
     try:
@@ -62,18 +62,18 @@ def main() -> None:
             # Threads may be waiting for a server that says nothing.
             os._exit(code)
         for sign in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(sign, signal.SIG_IGN)  # all is done and said; Python may end in peace
+            signal.signal(sign, signal.SIG_IGN)  # all is done: nothing is left to interrupt
         raise
 
 
 def set_environment() -> None:
-    """What libraries read when they are imported: before that, and not for a program that imports
-    us."""
+    """Set what libraries read when they are imported. The command line does it before that; a
+    program that imports us is left as it is."""
     # Nothing here multiplies by numpy, and if its BLAS cannot start a thread for every core, it
     # interrupts the program.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    # huggingface_hub warns of what is tried again, and draws bars of its own: what fails in the
-    # end, and how far a run is, is said by us.
+    # huggingface_hub warns of every retry, and draws bars of its own: we say how far a run is, and
+    # what fails in the end.
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 
@@ -87,11 +87,11 @@ def run() -> None:
     ended: int | str | None
     try:
         app(prog_name="kconvert")
-    except KeyboardInterrupt:  # before typer was at work; afterwards it makes this of it:
+    except KeyboardInterrupt:  # before typer is at work; later typer exits with the same code
         ended = INTERRUPTED
     except SystemExit as over:
         ended = over.code
-    except OSError as error:  # typer's, of printing help
+    except OSError as error:  # typer's, when it prints help
         to_stderr(f"kconvert: {sentence_of(error)}")
         ended = 3
     if ended == INTERRUPTED:

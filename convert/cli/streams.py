@@ -8,8 +8,8 @@ from typing import Any
 
 
 class _Stream(io.FileIO):
-    """The descriptor of a standard stream. What a reader does not want any more is dropped; so is
-    all that cannot be written to stderr, as nobody could be told."""
+    """The descriptor of a standard stream. Output that nobody reads any more is dropped, and so is
+    what cannot be written to stderr, as nobody could be told."""
 
     def write(self, data: Any) -> int:
         try:
@@ -22,9 +22,9 @@ class _Stream(io.FileIO):
 
 
 def hold_streams() -> None:
-    """Put streams in the place of stdin, stdout and stderr that cannot fail for want of a reader.
+    """Replace stdin, stdout and stderr with streams that do not fail when nobody reads them.
 
-    A closed one becomes /dev/null: else the next file that is opened would have its number, and a
+    A closed one becomes /dev/null: if not, the next file that is opened would get its number, and a
     library that prints would write into a blob.
     """
     for fd in range(3):

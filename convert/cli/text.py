@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kconvert.validate.findings import Validation
 
 
-_MEASURABLE = 100_000_000  # bytes: below, a stage's time is that of starting
+_MEASURABLE = 100_000_000  # bytes: below that, a stage's time is mostly its start
 
 
 def size(count: int) -> str:
@@ -27,7 +27,7 @@ def size(count: int) -> str:
 
 
 def plan_table(prepared: "Prepared") -> dict[str, Any]:
-    """A conversion that was prepared: files and bytes, and the disk and memory they need."""
+    """A prepared conversion: files and bytes, and the disk and memory they need."""
     from kconvert.convert.execute import memory_bound  # numba is not for `--help`
 
     plan, rest = prepared.plan, prepared.rest
@@ -150,7 +150,7 @@ def export_text(table: dict[str, Any]) -> str:
 
 
 def _shares(table: dict[str, Any]) -> str:
-    """Each stage's rate where it means something, and in which part of the time it was busy."""
+    """Each stage's rate, if it means something, and the part of the time it was busy."""
     shares = []
     for name, stage in table["stages"].items():
         if name in SHOWN and stage["busy"] > 0:
@@ -161,7 +161,7 @@ def _shares(table: dict[str, Any]) -> str:
 
 
 def _text(lines: list[str]) -> str:
-    """Lines with names in them that others chose: escaped, as a terminal would obey some."""
+    """Lines, escaped: others chose the names in them, and a terminal would obey some."""
     return "\n".join(map(printable, lines))
 
 
@@ -205,7 +205,7 @@ def validation_table(result: "Validation") -> dict[str, Any]:
 
 
 def _summary(table: dict[str, Any]) -> str:
-    """One line: what was found, and how much was looked at."""
+    """One line: what was found, and how much was checked."""
     checked = (
         f"{table['files']} files, {table['tensors']:,} tensors, {table['experts']:,} expert parts,"
         f" {size(table['bytes_read'])} read"
@@ -262,14 +262,14 @@ def smoke_text(table: dict[str, Any]) -> str:
 
 
 def synth_text(table: dict[str, Any]) -> str:
-    """What was made up."""
+    """What `synth` wrote."""
     shards = table["shards"]
     return f"{table['output']}: {len(shards)} shard(s), {size(sum(shards.values()))}"
 
 
 def inspection_text(table: dict[str, Any]) -> str:
-    """What something holds, a line a fact; lists and tables indented. Why it is refused is said
-    apart."""
+    """What something holds, a line for each fact, tables indented. Why it is refused is said
+    elsewhere."""
     lines = []
     for key, value in table.items():
         if key == "refused":

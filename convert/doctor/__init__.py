@@ -1,1 +1,1 @@
-"""`kconvert doctor`: what this machine is, and what would limit a conversion on it."""
+"""`kconvert doctor`: what this machine has, and what would limit a conversion on it."""

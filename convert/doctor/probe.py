@@ -1,5 +1,5 @@
-"""What `kconvert doctor` finds out about a machine: read from /proc and /sys, asked of the
-libraries, or measured in seconds. What cannot be found out is None, with a word on why."""
+"""What `kconvert doctor` finds out about a machine: read from /proc and /sys, asked of libraries,
+or measured in seconds. What cannot be found out is None, with a word on why."""
 
 import errno
 import hashlib
@@ -19,7 +19,7 @@ from kconvert.convert.source.endpoint import shown_endpoint
 
 ROOT = Path("/")
 PACKAGES = ("kconvert", "numpy", "numba", "torch", "huggingface_hub", "hf_xet")
-# What the speeds below hang on: sha256 without sha_ni (sha2 on Arm) runs at a third.
+# What the speeds below depend on: sha256 without sha_ni (sha2 on Arm) runs at a third.
 _FEATURES = {
     "flags": ("avx2", "avx512f", "avx512vbmi", "sha_ni"),
     "Features": ("asimd", "sha2"),
@@ -60,7 +60,7 @@ def file_system(mounted: list[Mount], folder: Path) -> str | None:
 
 
 def cgroups(controller: str, root: Path = ROOT) -> list[Path]:
-    """The folders of this process's cgroup and of those around it, of v2 and of v1's controller."""
+    """The folders of this process's cgroup and of those around it, for v2 and v1's controller."""
     folders: list[Path] = []
     mounted = mounts(_text(root / "proc/self/mountinfo"))
     for line in _text(root / "proc/self/cgroup").splitlines():
@@ -206,13 +206,13 @@ def _until(step: Callable[[int], int], nbytes: int) -> tuple[int, float]:
 
 
 def sha256_gbps() -> float:
-    """One core."""
+    """GB/s of sha256 on one core."""
     data = bytes(64 << 20)
     return _best(lambda: hashlib.sha256(data), len(data))
 
 
 def pack_gbps() -> float:
-    """One core packing whole matrices for Marlin."""
+    """GB/s of one core that packs whole matrices for Marlin."""
     import numpy as np
 
     from kconvert.layouts.marlin import Marlin
@@ -232,7 +232,7 @@ def pack_gbps() -> float:
 
 
 def _best(work: Callable[[], object], nbytes: int) -> float:
-    """GB/s of the fastest of three: what it can do when nobody else is at work."""
+    """GB/s of the fastest of three runs: what it can do when nothing else is at work."""
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -253,7 +253,7 @@ def packages() -> dict[str, str | None]:
 
 
 def hub() -> dict[str, Any]:
-    """How huggingface_hub is set up; of a token only that there is one, and from where."""
+    """How huggingface_hub is set up."""
     from huggingface_hub import constants
 
     return {

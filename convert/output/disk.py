@@ -12,7 +12,7 @@ UNSUPPORTED = frozenset({errno.EINVAL, errno.EOPNOTSUPP, errno.ENOSYS})
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """The system's errors on an open file do not say which: add its name."""
+    """Add `path` to the system's errors on an open file, which do not say which file it is."""
     try:
         yield
     except OSError as error:
@@ -22,7 +22,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in a folder durable, where its file system can."""
+    """Make the names in a folder durable, if its file system can."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         with naming(folder):

@@ -1,14 +1,14 @@
 """The owner file that keeps two runs off one output, on one host or several.
 
 It holds a token of the run that made it. Whether that run lives is told by the lock (flock) that
-it holds on the file, where that lock can be seen: on the same boot of the same host, containers
-included, and through the same mount. Anywhere else, and where flock does nothing, a counter in
-the file tells: a living owner raises it every ten seconds.
+it holds on the file, if that lock can be seen: on the same boot of the same host, containers
+included, and through the same mount. Anywhere else, and if flock does nothing, a counter in the
+file tells: a living owner raises it every ten seconds.
 
-Nothing on a network file system keeps an owner that was suspended, taken for dead and replaced
-from waking up. So a run reads its token again before each rename (`Owner.check`), and whoever takes
-an output over first deletes all temporary files: what the other one was just about to rename is
-gone, and it cannot make another without looking at its token.
+On a network file system nothing keeps an owner that was suspended, taken for dead and replaced from
+waking up. So a run reads its token again before each rename (`Owner.check`), and whoever takes an
+output over first deletes all temporary files: what the other run was about to rename is gone, and
+it cannot make another without looking at its token.
 """
 
 import _thread
@@ -39,8 +39,8 @@ _log = logging.getLogger(__name__)
 class Pace:
     """How often an owner shows that it lives, and how long others wait for that.
 
-    Looks are counted, not time: what holds the waiter up (a server that does not answer, a
-    suspended machine) holds the owner up as well, and does not count as its silence.
+    Looks are counted, not seconds: what holds the waiter up (a server that does not answer, a
+    suspended machine) holds the owner up as well, and must not count as its silence.
     """
 
     beat: float = 10.0  # seconds
@@ -78,8 +78,8 @@ class Owner:
         if not self._ours():
             raise LockedOutputError(
                 f"{self._path} is not this run's any more: another run took the output over when"
-                " this one gave no sign of life, or somebody deleted the file. What is published"
-                " stays; run the same command again when no other run is at work."
+                " this one gave no sign of life, or somebody deleted the file; what is published"
+                " stays: run the same command again when no other run is at work."
             )
 
     def release(self) -> None:
@@ -107,8 +107,8 @@ class Owner:
                 self._write()
 
     def _write(self) -> None:
-        """In place, always of the same length; if another run has taken over, into a file
-        that has no name any more."""
+        """Write in place, always the same length; if another run has taken over, this goes into a
+        file that has no name any more."""
         self._beats += 1
         table = {
             "token": self.token,
@@ -124,10 +124,10 @@ class Owner:
 
 @contextlib.contextmanager
 def owned(work: Path, share: Share | None = None) -> Iterator[Owner]:
-    """Own the work folder, or a share of it whose folder in it exists, while the block runs.
+    """Own the work folder, or a share's folder in it, which must exist, while the block runs.
 
-    Shares of one count work side by side, nothing else does. Raises UnavailableError if another
-    run lives; waits if that is not known.
+    Shares of the same count work side by side, nothing else does. Raises LockedOutputError if
+    another run lives; waits if that is not known.
     """
     owner = _take(work, share)
     try:
@@ -173,7 +173,7 @@ def _created(path: Path, work: Path, share: Share | None) -> Owner:
 
 
 def _rivals(work: Path, share: Share | None) -> list[Path]:
-    """The other owner files that keep this run off: all but those of shares of the same count."""
+    """The other owner files that keep this run out: all but those of shares of the same count."""
     siblings = f"-of-{share.count}" if share else None
     of_shares = [
         path for path in sorted(work.glob(f"share-*/{OWNER_NAME}"))
@@ -206,7 +206,7 @@ def _watch(unknown: dict[Path, bytes]) -> dict[Path, bytes]:
 
 
 def _lives(path: Path, content: bytes) -> bool | None:
-    """Whether the owner that wrote `content` lives; None where its lock does not tell."""
+    """Whether the owner that wrote `content` lives; None if its lock does not tell."""
     try:
         fds = [os.open(path, os.O_RDWR) for _ in range(2)]
     except FileNotFoundError:
@@ -225,7 +225,7 @@ def _lives(path: Path, content: bytes) -> bool | None:
 
 
 def _lock(fd: int) -> bool | None:
-    """Lock an open file if nobody else has; None where there are no locks."""
+    """Lock an open file if nobody else has; None if there are no locks here."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -236,8 +236,8 @@ def _lock(fd: int) -> bool | None:
 
 
 def _lock_seen_from(fd: int) -> str | None:
-    """From where a lock on an open file is seen: this boot, and this mount of its file system, as
-    two mounts of a network's in two containers need not know of each other's locks."""
+    """From where a lock on an open file is seen: this boot and this mount of its file system, as
+    two containers' mounts of a network file system need not know of each other's locks."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -249,7 +249,7 @@ def _lock_seen_from(fd: int) -> str | None:
 def _looking(work: Path) -> Iterator[None]:
     """One run of this host at a time looks at owner files and changes them."""
     with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):  # where there are no locks, `Owner.check` has to do
+        with contextlib.suppress(OSError):  # if there are no locks, `Owner.check` has to do
             fd = os.open(work / LOG_NAME, os.O_CREAT | os.O_RDWR, 0o666)
             stack.callback(os.close, fd)
             fcntl.flock(fd, fcntl.LOCK_EX)

@@ -17,7 +17,7 @@ from kconvert.layouts.manifest import WORK_FOLDER, FileEntry, Manifest, read_man
 from kconvert.layouts.model import VISION
 
 OUTLINE_NAME = "outline.json"
-EXPORT_RECORD = "export.json"  # of what a folder is the export: in its work folder, and stays there
+EXPORT_RECORD = "export.json"  # what a folder is the export of: in its work folder, where it stays
 _VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
 
 
@@ -32,9 +32,11 @@ class Outline:
     repo: str | None
     commit: str | None
     revision: str | None  # as it was asked for
-    blobs: dict[str, str | None]  # path → fingerprint; None where its shards were not here
+    blobs: dict[str, str | None]  # path → fingerprint; None if its shards were not here
     small_files: dict[str, str]  # name → digest
-    former: tuple[str, ...] = ()  # files of an earlier conversion that --overwrite removes at last
+    former: tuple[
+        str, ...
+    ] = ()  # an earlier conversion's files that --overwrite removes at the end
 
     def encode(self) -> bytes:
         """As it lies in the work folder."""
@@ -43,7 +45,7 @@ class Outline:
     def manifest(self, output: Path) -> Manifest:
         """The manifest of what lies in `output` now; complete if nothing is missing.
 
-        Raises OutputError if a file there is another than it should be.
+        Raises OutputError if a file there is not the one it should be.
         """
         files: dict[str, FileEntry] = {}
         for name, wanted in self.small_files.items():
@@ -75,17 +77,17 @@ class Outline:
         )
 
     def missing_blobs(self, output: Path) -> list[str]:
-        """Those that a complete output has and `output` lacks."""
+        """The blobs that a complete output has and `output` lacks."""
         left_out = {_VISION_BLOB} if self.text_only else set()
         return _missing(output, self.blobs.keys() - left_out)
 
     def missing_small_files(self, output: Path) -> list[str]:
-        """Likewise."""
+        """The small files that a complete output has and `output` lacks."""
         return _missing(output, self.small_files.keys())
 
 
 class Earlier(NamedTuple):
-    """What manifest and outline tell of the conversions that an output has seen."""
+    """What manifest and outline tell about the conversions that an output has seen."""
 
     small_files: frozenset[str]  # their names
     fingerprints: dict[str, str]  # of blobs, by path, as far as they are known
@@ -104,7 +106,7 @@ def read_earlier(output: Path) -> Earlier:
         names |= outline.small_files.keys() | set(outline.former)
         fingerprints |= {name: found for name, found in outline.blobs.items() if found}
     return Earlier(
-        # Small files lie at the top: nothing that a file says may reach further.
+        # Small files lie at the top: a name that a file gives must not reach further.
         frozenset(name for name in names if "/" not in name and name not in ("", ".", "..")),
         {name: found for name, found in fingerprints.items() if found},
     )
@@ -133,6 +135,6 @@ def read_outline(output: Path) -> Outline:
 def _check(path: Path, found: str, wanted: str | None) -> None:
     if wanted is not None and found != wanted:
         raise OutputError(
-            f"{path} is another file than this conversion's (fingerprint {found}, expected"
+            f"{path} is not this conversion's file (fingerprint {found}, expected"
             f" {wanted}): delete it and run the conversion again."
         )

@@ -21,7 +21,7 @@ from kconvert.convert.share import Share
 from kconvert.layouts.errors import NoSpaceError
 from kconvert.layouts.manifest import WORK_FOLDER
 
-PROBE = ".kconvert-probe"  # what names of files begin with that are no part of an output
+PROBE = ".kconvert-probe"  # names of test files begin with it; they are no part of an output
 _PARTIAL = ".partial"
 _FICLONE = 0x40049409  # linux/fs.h
 
@@ -40,7 +40,7 @@ class Workspace:
 
     @property
     def work(self) -> Path:
-        """For all that is not finished."""
+        """The folder for everything that is not finished."""
         return self.work_in(self.output)
 
     def work_in(self, folder: Path) -> Path:
@@ -50,18 +50,18 @@ class Workspace:
 
 @dataclass(frozen=True)
 class OwnedWorkspace(Workspace):
-    """While a run owns it, and may change the output."""
+    """A workspace that this run owns: it may change the output."""
 
     owner: Owner = field(kw_only=True)
 
     @property
     def partial(self) -> str:
-        """What temporary names end with: this run's alone."""
+        """What this run's temporary names end with, and no other run's."""
         return f".{self.owner.token}{_PARTIAL}"
 
     @property
     def probe(self) -> str:
-        """The name of a file that is gone at once."""
+        """The name of a test file, which is deleted at once."""
         return f"{PROBE}{self.name}.{self.owner.token}"
 
 
@@ -89,7 +89,7 @@ def working_in(workspace: Workspace) -> Iterator[OwnedWorkspace]:
         except BaseException as error:
             outcome = type(error).__name__
             if isinstance(error, OSError | KeyboardInterrupt):
-                owner.check()  # if it is lost, that is why
+                owner.check()  # if the output is lost, that is the cause
             raise
         finally:
             _clear(mine, f"*{mine.partial}", mine.probe)
@@ -100,8 +100,7 @@ def working_in(workspace: Workspace) -> Iterator[OwnedWorkspace]:
 
 
 def _clear(workspace: Workspace, partials: str, probes: str) -> None:
-    """Delete what was not finished here and has names like these, and work folders it leaves
-    empty."""
+    """Delete unfinished files with names like these, and work folders that are empty then."""
     for folder in _folders(workspace):
         work = workspace.work_in(folder)
         for path in (*work.glob(partials), *folder.glob(probes)):
@@ -113,8 +112,8 @@ def _clear(workspace: Workspace, partials: str, probes: str) -> None:
 
 
 def _clear_others(workspace: Workspace) -> None:
-    """Delete what runs have left that cannot work beside this one: shares of another count, or any
-    if this run is none, and runs that were no share. The owner files say that none lives."""
+    """Delete what is left of runs that cannot work beside this one: shares of another count (of any
+    if this run is no share), and runs that were no share. The owner files say that none lives."""
     siblings = f"-of-{workspace.share.count}" if workspace.share else ""
     for folder in _folders(workspace):
         for path in (folder / WORK_FOLDER).glob("share-*-of-*"):
@@ -134,7 +133,7 @@ def _folders(workspace: Workspace) -> list[Path]:
 
 
 def check_space(output: Path, sizes: dict[str, int]) -> None:
-    """Raise UnavailableError unless the files `sizes` (path → bytes) fit, on each file system."""
+    """Raise NoSpaceError unless the files `sizes` (path → bytes) fit, on each file system."""
     for folder, needed in needed_by_device(output, sizes).items():
         free = shutil.disk_usage(folder).free
         if needed > free:
@@ -160,7 +159,8 @@ def needed_by_device(output: Path, sizes: dict[str, int]) -> dict[Path, int]:
 
 def staging_path(workspace: OwnedWorkspace, name: str) -> Path:
     """The temporary name for the file `name`: in OUT/.kconvert, or in a `.kconvert` of its own
-    folder if a rename from there would cross file systems or mounts (a disk a rank)."""
+    folder if a rename from there would cross file systems or mounts (as with a disk for each
+    rank)."""
     workspace.owner.check()
     folder, work = (workspace.output / name).parent, workspace.work
     if not folder.is_dir():
@@ -200,7 +200,7 @@ def link(workspace: OwnedWorkspace, source: Path, name: str) -> Path | None:
         try:
             way(source.resolve(), staged)
             return staged
-        except OSError:  # another file system, or one that lacks it, or not ours to link
+        except OSError:  # another file system, or one that cannot, or a file we may not link
             staged.unlink(missing_ok=True)
     return None
 
@@ -212,7 +212,7 @@ def _reflink(source: Path, target: Path) -> None:
 
 
 def write_file(workspace: OwnedWorkspace, name: str, content: bytes) -> None:
-    """Publish a small file; one that is there with the same bytes is left as it is."""
+    """Publish a small file, unless it is there with the same bytes."""
     final = workspace.output / name
     if final.is_file() and read_file(final) == content:
         return

@@ -9,7 +9,7 @@ from contextvars import ContextVar
 from pathlib import Path
 
 LOG_NAME = "runs.jsonl"  # never deleted, so that its lock can guard the owner files
-# kconvert's own command line says what it was called with; another program's arguments are its own.
+# Set by kconvert's command line alone: another program's arguments do not belong in the log.
 COMMAND: ContextVar[Sequence[str]] = ContextVar("COMMAND", default=())
 
 

@@ -1,4 +1,4 @@
-"""What an output folder holds against a plan: what is published, what is in the way."""
+"""An output folder compared with a plan: what is published, what is in the way."""
 
 import contextlib
 import os
@@ -33,10 +33,10 @@ class Conflict(NamedTuple):
 
 
 class OutputState(NamedTuple):
-    """What an output already holds, against a plan."""
+    """What an output already holds, compared with a plan."""
 
     published: frozenset[str]  # paths of planned files that are there, whole, of this content
-    trusted: frozenset[str]  # of files whose shards are not here, so that nothing more is known
+    trusted: frozenset[str]  # paths of files whose shards are not here: they cannot be compared
     conflicts: tuple[Conflict, ...]
     foreign: tuple[str, ...]  # paths of what no conversion has made: left alone
 
@@ -60,7 +60,7 @@ def read_state(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Outpu
             published.add(name)
         else:
             trusted[name] = outcome
-    for name in _of_others(trusted, planned, earlier):
+    for name in _from_other_sources(trusted, planned, earlier):
         text = "was not made from this source, as far as can be told: its shards are missing"
         conflicts.append(Conflict(output / name, text, False))
         del trusted[name]
@@ -70,7 +70,7 @@ def read_state(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Outpu
             conflicts.append(Conflict(path, "differs from the source's", path.is_file()))
     for name in sorted(earlier.small_files - small_files.keys()):
         if (output / name).is_file():
-            text = "is a small file of an earlier conversion, which this source has not"
+            text = "is a small file of an earlier conversion, which this source does not have"
             conflicts.append(Conflict(output / name, text, True))
     for path in [*output.glob("*.safetensors"), output / INDEX_NAME]:
         if path.exists():
@@ -86,12 +86,12 @@ def read_state(output: Path, plan: Plan, small_files: dict[str, bytes]) -> Outpu
     )
 
 
-def _of_others(
+def _from_other_sources(
     trusted: dict[str, str], planned: dict[str, PlannedFile], earlier: Earlier
 ) -> list[str]:
-    """Those of the blobs whose shards are missing that must not be taken for this source's: of
-    another fingerprint than was to be expected there, or all if the output was begun from
-    another source. What is common is in every conversion of a model."""
+    """The `trusted` blobs that must not be taken for this source's: those with another fingerprint
+    than an earlier run expected, or all if the output was begun from another source, as a common
+    blob's fingerprint tells."""
     known = earlier.fingerprints
     if any(
         file.fingerprint != known.get(path, file.fingerprint)
@@ -103,8 +103,8 @@ def _of_others(
 
 
 def _foreign(output: Path, ours: Collection[str]) -> Iterator[str]:
-    """What no conversion has made; of a folder its name alone."""
-    folders = [output / COMMON_FOLDER, *sorted(output.glob("rank-*-of-*"))]
+    """What no conversion has made; for a folder, only its name."""
+    folders = _blob_folders(output)
     ours = {*ours, MANIFEST_NAME, *(folder.name for folder in folders)}
     for folder in (output, *folders):
         for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -158,8 +158,12 @@ def refuse_conflicts(state: OutputState, overwrite: bool) -> None:
 
 def blob_paths(output: Path) -> list[Path]:
     """Every blob under `output`, of any layout and parallelism."""
-    folders = [output / COMMON_FOLDER, *sorted(output.glob("rank-*-of-*"))]
+    folders = _blob_folders(output)
     return [path for folder in folders for path in sorted(folder.glob("*.safetensors"))]
+
+
+def _blob_folders(output: Path) -> list[Path]:
+    return [output / COMMON_FOLDER, *sorted(output.glob("rank-*-of-*"))]
 
 
 def commit_of_blobs(output: Path, repo: str) -> str | None:
@@ -205,7 +209,7 @@ def _origin(repo: str | None, commit: str | None) -> str:
 
 
 def refuse_overlap(source: Path, shards: Iterable[Path], output: Path) -> None:
-    """Raise OutputError if source and output lie in one another, links followed."""
+    """Raise OutputError if source or output lies in the other, links followed."""
     out, src = (Path(os.path.realpath(path)) for path in (output, source))
     if out == src or src in out.parents:
         raise OutputError(f"output {output} lies in the source {source}: choose another folder.")

@@ -24,11 +24,11 @@ from kconvert.layouts.reader import CHUNK_BYTES, Scratch
 
 _WORTH_DIRECT = 1 << 16  # bytes: below, copying them into place costs more than the page cache
 _SCRATCH = Scratch()
-_NOT_ASKED = "not asked"  # for a digest; and written all the same
+_NOT_ASKED = "not asked"  # in place of a digest, for a file that keeps none: written, not NO_DIGEST
 
 
 class Piece(NamedTuple):
-    """What was written of a blob: one expert of a stacked tensor, or a whole tensor."""
+    """A piece of a blob that was written: one expert of a stacked tensor, or a whole tensor."""
 
     tensor: str
     expert: int | None  # the local one
@@ -47,9 +47,9 @@ class Turn(Protocol):
 
 
 class StagedFile:
-    """A file that is being written, opened by its temporary name; errors tell of its final one.
+    """A file that is being written, opened by its temporary name; errors name its final one.
 
-    Several workers may write at once. The kernel lets one at a time into a file and has the others
+    Several workers may write at once. The kernel lets one at a time into a file while the others
     spin; with `turn`, a lock that all of them share, they sleep.
     """
 
@@ -60,7 +60,7 @@ class StagedFile:
             self._direct = _open_direct(staged)
 
     def write_expert(self, index: int, packed: Sequence[memoryview]) -> list[Piece]:
-        """Write local expert `index`, of which `packed` is what belongs to each stacked tensor."""
+        """Write local expert `index`; `packed` is its part of each stacked tensor."""
         pieces = []
         for place, view in self.planned.places(index, packed):
             self._write(place.at, view)
@@ -78,7 +78,7 @@ class StagedFile:
         return Piece(tensor.name, None, state.hexdigest(), at)
 
     def is_free(self) -> bool:
-        """Whether nobody writes it at this moment."""
+        """Whether nobody is writing to it at this moment."""
         if free := self._turn.acquire(False):
             self._turn.release()
         return free
@@ -109,8 +109,8 @@ class StagedFile:
             self._put(self._fd, data[head + pages :], start + head + pages)
 
     def _put_pages(self, fd: int, data: memoryview, start: int) -> None:
-        """Straight from `data` where it lies on a page, as what goes to pages mostly does, else by
-        way of a buffer that does."""
+        """Write straight from `data` if it lies on a page, as it mostly does; if not, by way of a
+        buffer that does."""
         if np.frombuffer(data, np.uint8).ctypes.data % PAGE == 0:
             self._put(fd, data, start)
             return
@@ -131,7 +131,8 @@ class StagedFile:
 
 
 class BlobWriter:
-    """A blob to be: makes its file, takes what was written of it, and publishes it when whole."""
+    """A blob being made: creates its file, takes the pieces that were written, and publishes it
+    when it is whole."""
 
     def __init__(self, workspace: OwnedWorkspace, planned: PlannedFile) -> None:
         self.planned = planned
@@ -145,7 +146,7 @@ class BlobWriter:
             os.ftruncate(self._fd, planned.nbytes)
 
     def take(self, piece: Piece) -> None:
-        """A piece was written; KconvertError where it was before. For one thread."""
+        """Note that a piece was written; KconvertError if it was before. For one thread."""
         whole = piece.expert is None
         table: Any = self._digests if whole else self._expert_digests[piece.tensor]
         key = piece.tensor if whole else piece.expert
@@ -182,7 +183,7 @@ class BlobWriter:
         return self._fd < 0
 
     def close(self) -> None:
-        """Close the file, if it is open; what was not published is gone."""
+        """Close the file if it is open; if it was not published, it is deleted."""
         if not self.closed:
             os.close(self._fd)
             self._fd = -1

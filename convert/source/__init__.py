@@ -21,7 +21,7 @@ __all__ = ["COMMIT", "HubName", "Source", "hub_name", "open_hub", "open_local", 
 
 
 class HubName(NamedTuple):
-    """A repository of the Hub, and the revision where one is named."""
+    """A repository of the Hub, and the revision if one is named."""
 
     repo: str
     revision: str | None = None
@@ -40,7 +40,7 @@ def hub_name(source: str) -> HubName | None:
         if not _REPO_ID.fullmatch(repo):
             return None
         if at and not revision:
-            raise UnsupportedError(f"{source!r} names no revision behind its @: give one.")
+            raise UnsupportedError(f"{source!r} names no revision after its @: give one.")
         return HubName(repo, revision or None)
     with _client(source):
         from huggingface_hub import constants, parse_hf_uri
@@ -64,7 +64,7 @@ def hub_name(source: str) -> HubName | None:
 
 
 def revision_of(name: HubName, asked: str | None) -> str | None:
-    """The revision that is named, in the name or beside it; OptionError if two are."""
+    """The revision that is given, in the name or as an option; OptionError if they are two."""
     if name.revision is not None and asked not in (None, name.revision):
         raise OptionError(
             f"{name.repo}@{name.revision} and --revision {asked} are two revisions: give one."
@@ -86,7 +86,8 @@ def open_hub(
 
 @contextmanager
 def _client(name: str) -> Iterator[None]:
-    """While the Hub's client is loaded, to read `name`."""
+    """Around imports of the Hub's client, which is needed to read `name`. Raises UnavailableError
+    with what to install or correct if they fail."""
     found = _client_version()
     if found < _OLDEST_CLIENT:  # an engine's; it speaks through another HTTP library
         raise _no_client(name, f"huggingface_hub {found[0]}.{found[1]} is" if found else "none is")

@@ -1,4 +1,4 @@
-"""A source that is only read, to be compared with what was made of it. What has to be downloaded
+"""A source that is only read, to be compared with what was made from it. What has to be downloaded
 lies in a folder of its own, apart from the output, two shards at a time."""
 
 import fcntl
@@ -16,7 +16,7 @@ from kconvert.convert.progress import Meter
 from kconvert.convert.source import hub_name, open_hub, revision_of
 from kconvert.convert.source.local import read_local
 from kconvert.convert.source.protocol import Deliveries, Source
-from kconvert.layouts.errors import OptionError, UnavailableError
+from kconvert.layouts.errors import NoSpaceError, OptionError
 
 _PREFIX = f".kconvert-validate-{socket.gethostname()}-"
 
@@ -32,8 +32,8 @@ class Comparison:
     def deliveries(
         self, order: list[set[str]], downloaded: Callable[[int], None]
     ) -> Iterator[Deliveries]:
-        """The shards of one job after another; `downloaded` is told bytes as they come. Raises
-        UnavailableError where they do not fit, and as `Source.deliveries`."""
+        """The shards of one job after another; `downloaded` is told the bytes as they come. Raises
+        NoSpaceError if they do not fit, and what `Source.deliveries` does."""
         meter = _Told(downloaded)
         if self.work_dir is None:
             with self.source.deliveries(order, Path(), meter) as shards:
@@ -43,7 +43,7 @@ class Comparison:
             for folder, needed in needed_by_device(work, self._sizes(order, work)).items():
                 free = shutil.disk_usage(folder).free
                 if needed > free:
-                    raise UnavailableError(
+                    raise NoSpaceError(
                         f"{self.work_dir} has {free:,} bytes free, {needed:,} are needed for the"
                         " shards that are held at a time: give another --work-dir."
                     )
@@ -55,7 +55,7 @@ class Comparison:
 
 
 class _Told(Meter):
-    """Tells what is downloaded."""
+    """A meter that passes on what is downloaded."""
 
     def __init__(self, tell: Callable[[int], None]) -> None:
         super().__init__()
@@ -77,8 +77,8 @@ def open_comparison(
     work_dir: Path | None = None,
     verify: bool = False,
 ) -> Comparison:
-    """The source of a comparison with `output`: a folder, or a repository of the Hub at `revision`,
-    else at the commit that the output was `made_from`, where it is of the same repository.
+    """The source of a comparison with `output`: a folder, or a repository of the Hub at `revision`.
+    If none is given, at the commit that the output was `made_from`, if it is the same repository.
 
     Raises CheckpointError, UnavailableError; OptionError for options that do not fit.
     """
@@ -112,7 +112,7 @@ def _refuse_unfit(work_dir: Path, output: Path) -> None:
 
 @contextmanager
 def _folder_in(parent: Path) -> Iterator[Path]:
-    """A new folder that goes when it was used; what killed runs of this machine left goes first. A
+    """A new folder, deleted after use; what killed runs of this machine left is deleted first. A
     lock on each tells whether its run lives."""
     for left in parent.glob(f"{_PREFIX}*"):
         fd = _lock(left)
@@ -131,7 +131,7 @@ def _folder_in(parent: Path) -> Iterator[Path]:
 
 
 def _lock(folder: Path) -> int | None:
-    """What is to be closed; None: somebody else has it."""
+    """Lock a folder: the descriptor to close, or None if another run has it."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -2,8 +2,8 @@
 
 At most WINDOW shards are held at once, more only if two neighbouring jobs need more. A shard is
 taken from huggingface_hub's cache if it is there, and is then left alone; else it is downloaded
-into the output's work folder and deleted when its last blob is published. Nothing of a shard is
-converted before its content is the one that the Hub names.
+into the output's work folder and deleted when its last blob is published. No shard is converted
+before its content has the hash that the Hub names.
 """
 
 import shutil
@@ -19,6 +19,7 @@ from tqdm import tqdm
 
 from kconvert.convert.output.disk import naming
 from kconvert.convert.progress import Meter
+from kconvert.convert.source.local import stamp
 from kconvert.convert.source.protocol import INCOMING, WINDOW
 from kconvert.convert.source.repo import Repo
 from kconvert.convert.source.retry import Patience, TransferError
@@ -35,7 +36,7 @@ class _StoppedError(Exception):
 
 
 class Arrivals:
-    """The shards of each job of a run. `take` and `release` are the run's, in the jobs' order."""
+    """The shards of each job of a run, which calls `take` and `release` in the jobs' order."""
 
     def __init__(
         self,
@@ -106,8 +107,8 @@ class Arrivals:
             self._arrived[shard].result()
 
     def check(self, job: int) -> None:
-        """Raise UnavailableError if somebody else wrote to a job's shards since they were
-        found right: a run that does not know yet that it lost the output, say."""
+        """Raise UnavailableError if something wrote to a job's shards since they were found right,
+        such as a run that does not know yet that it lost the output."""
         for shard in self._order[job]:
             if _stamp(self.path(shard)) != self._stamps[shard]:
                 raise UnavailableError(
@@ -116,7 +117,7 @@ class Arrivals:
                 )
 
     def release(self, job: int, forget: Callable[[str], object]) -> None:
-        """A job's blobs are published: give up the shards that no later one needs."""
+        """Give up the shards that no later job needs, as this job's blobs are published."""
         done = [shard for shard in self._order[job] if self._last[shard] <= job]
         for shard in done:
             forget(shard)
@@ -146,7 +147,7 @@ class Arrivals:
                 return
 
     def _may_or_ends(self, shard: str) -> bool:
-        """Whether a shard may be fetched now, or nothing is any more."""
+        """Whether a shard may be fetched now, or the run is over."""
         room = len(self._held) < WINDOW or self._first[shard] <= self._now
         return room or self._stop.is_set()
 
@@ -163,7 +164,7 @@ class Arrivals:
             return self._ours[shard]
 
     def _checked(self, shard: str, first: Path) -> Path:
-        """`first`, or where its content is not right the path of a new copy."""
+        """`first`, or if its content is not right the path of a new copy."""
 
         def attempt(number: int) -> Path:
             path = first if number == 0 else self._download(shard, again=True)
@@ -207,16 +208,15 @@ class Arrivals:
 
 
 def _stamp(path: Path) -> tuple[int, ...] | None:
-    """What changes when a file does; None if it is gone."""
+    """`stamp`, or None if the file is gone."""
     try:
-        status = path.stat()
+        return stamp(path)
     except FileNotFoundError:
         return None
-    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
 
 def _counting(meter: Meter, stop: threading.Event) -> type[Any]:
-    """A tqdm class that shows nothing, counts, and breaks the download off when told to."""
+    """A tqdm class that shows nothing, counts, and breaks a download off when told to."""
 
     class Bar(tqdm):  # type: ignore[misc]
         def __init__(self, *args: Any, **options: Any) -> None:

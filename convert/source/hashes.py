@@ -14,7 +14,7 @@ _METADATA = ".cache/huggingface/download"
 
 
 def oid_of(path: Path, like: str, go_on: Callable[[], object] = lambda: None) -> str:
-    """The file's sha256, or git's sha1 of it if `like` is one. `go_on` is called in between."""
+    """The file's sha256 in hex, or git's sha1 if `like` is one. `go_on` is called in between."""
     large = len(like) == _SHA256_DIGITS
     state = hashlib.sha256() if large else hashlib.sha1(usedforsecurity=False)
     if not large:
@@ -28,8 +28,8 @@ def oid_of(path: Path, like: str, go_on: Callable[[], object] = lambda: None) ->
 
 
 def known_oid(path: Path) -> str | None:
-    """The hash that a file had when it was downloaded, as far as that is noted here: the name of
-    the blob in huggingface_hub's cache that it is a link to, or the note beside a download."""
+    """The hash that a file had when it was downloaded, if that is noted here: in the name of the
+    blob in huggingface_hub's cache that it links to, or in the note beside a download."""
     if path.is_symlink():
         name = os.readlink(path).rpartition("/")[2]
         if _OID.fullmatch(name):

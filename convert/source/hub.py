@@ -60,7 +60,7 @@ class HubSource:
         missing = self.to_download(set().union(*order), work)
         if self.keep_shards:
             return {self.folder / name: size for name, size in missing.items()}
-        # A job's shards lie there until it is published, when those of the next are there too.
+        # A job's shards lie there until it is published; by then the next job's are there too.
         together = [a | b for a, b in pairwise([*order, set()])]
         together.append(set(sorted(missing, key=lambda name: -missing[name])[:WINDOW]))
         most = max(together, key=lambda names: sum(missing.get(name, 0) for name in names))
@@ -96,7 +96,8 @@ def open_checkpoint(
 
 
 def _at_once(call: Callable[[str], T], names: Iterable[str]) -> list[T]:
-    """What some requests bring, or the first that fails, not waiting for the others."""
+    """The results of `call` for all names, several at once. Raises the first failure without
+    waiting for the others."""
     pool = ThreadPoolExecutor(_REQUESTS)
     try:
         futures = [pool.submit(call, name) for name in names]

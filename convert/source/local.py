@@ -33,7 +33,7 @@ class LocalSource:
     contents: dict[str, str]  # shard → content_id, for a conversion
     stamps: dict[str, tuple[int, ...]]  # shard → what changes when its file does
     warnings: tuple[str, ...]
-    oids: dict[str, str] | None  # shard → hash to be compared with; None: nothing is compared
+    oids: dict[str, str] | None  # shard → the hash it must have; None: nothing is compared
     name: str | None = None  # repository and commit, if they are known
     commit: str | None = None
 
@@ -61,7 +61,7 @@ class LocalSource:
 
 
 class _Here:
-    """Shards that lie in a folder; what somebody else does to them is noticed. Where hashes are
+    """Shards that lie in a folder; if another program changes them, that is noticed. If hashes are
     known, a thread compares a job's shards while it is converted."""
 
     def __init__(self, source: LocalSource, order: list[set[str]], meter: Meter) -> None:
@@ -114,7 +114,7 @@ class _Here:
 def refuse_other_content(
     path: Path, name: str, oid: str, go_on: Callable[[], object] = lambda: None
 ) -> None:
-    """Raise CheckpointError if a file has another hash than it was downloaded with."""
+    """Raise ChangedFileError if a file has another hash than it was downloaded with."""
     found = oid_of(path, oid, go_on)
     if found != oid:
         raise ChangedFileError(
@@ -125,7 +125,7 @@ def refuse_other_content(
 def hashes_at_hand(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """The hash that each file must have, for --verify.
 
-    Raises UnsupportedError if one has none that is known here.
+    Raises OptionError if the hash of one is not known here.
     """
     oids = {name: known_oid(folder / name) for name in names}
     unknown = [name for name, oid in oids.items() if oid is None]
@@ -145,7 +145,7 @@ def _small_files(folder: Path, checkpoint: Checkpoint) -> list[str]:
 
 
 def open_local(folder: Path, verify: bool = False) -> LocalSource:
-    """As `read_local`, and sampled blocks too: the source of a conversion."""
+    """The source of a conversion: as `read_local`, and sampled blocks of each shard too."""
     source = read_local(folder, verify)
     shards = source.checkpoint.shards
     return replace(
@@ -159,8 +159,8 @@ def read_local(folder: Path, verify: bool = False) -> LocalSource:
     """Read headers of the checkpoint in `folder`; `verify`: also compare small files with the
     hashes at hand, and shards as they are read.
 
-    Raises CheckpointError, also if the folder does not exist; UnsupportedError if there is
-    nothing to verify with.
+    Raises CheckpointError, also if the folder does not exist; OptionError if there is nothing to
+    verify with.
     """
     if not folder.is_dir():
         raise CheckpointError(
@@ -190,8 +190,8 @@ def read_local(folder: Path, verify: bool = False) -> LocalSource:
 
 
 def _blank_tails(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
-    """A sentence on shards that end in zeros: of full size, and maybe never filled. Padded rows may
-    be zero too, so that it is no fault."""
+    """A sentence on shards that end in zeros, as a file does that was never filled. Padded rows may
+    be zero too, so this is a warning."""
     blank = [n for n, shard in checkpoint.shards.items() if _tail(folder / n, shard) == _BLANK]
     if blank:
         others = f" and of {len(blank) - 1} other shards" if blank[1:] else ""
@@ -202,7 +202,7 @@ def _blank_tails(folder: Path, checkpoint: Checkpoint) -> Iterator[str]:
 
 
 def _tail(path: Path, shard: Shard) -> bytes:
-    """The last 4 KiB of a shard's data, less if it has less."""
+    """The last 4 KiB of a shard's data, or all of it if it has less."""
     with open(path, "rb") as file:
         file.seek(max(shard.data_start, shard.size - len(_BLANK)))
         return file.read(len(_BLANK))
@@ -215,7 +215,7 @@ def stamp(path: Path) -> tuple[int, ...]:
 
 
 def content_id(path: Path, shard: Shard) -> str:
-    """Which content a local shard has: xxh3_128 of its header and of 64 blocks spread over it.
+    """The identity of a local shard's content: xxh3_128 of its header and of 64 blocks of its data.
 
     Headers alone would not do: K2.5, K2.6 and K2.7 share every name and shape.
     """

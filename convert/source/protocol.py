@@ -1,4 +1,4 @@
-"""What a source of shards is: the converter asks for a job's shards, and gives them back."""
+"""What a source of shards is: the converter takes a job's shards, and releases them."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -70,11 +70,11 @@ class Source(Protocol):
         """`order[i]`: the shards that job i needs. `work`: for what is downloaded."""
 
     def to_download(self, shards: set[str], work: Path) -> dict[str, int]:
-        """Bytes that are missing of those of the shards that are not all here."""
+        """Bytes that are still to be downloaded, by shard, for those that are not whole here."""
 
     def disk_for(self, order: list[set[str]], work: Path) -> dict[Path, int]:
-        """Bytes that downloading for the jobs takes at a time, by the files they go into."""
+        """Bytes that downloads for the jobs take on disk at one time, by the files they go into."""
 
     def finished(self, path: str, fingerprint: str) -> Path | None:
-        """A file that is, byte for byte, what the output is to have at `path`; None: there is none
-        such."""
+        """A file that is, byte for byte, what the output will have at `path`; None if there is
+        none."""

@@ -44,7 +44,7 @@ class RemoteFile(NamedTuple):
 
 @dataclass(frozen=True)
 class Repo:
-    """The repository `name` at `commit`; `files` holds those that lie at its top."""
+    """The repository `name` at `commit`; `files` are those at its top."""
 
     name: str
     commit: str
@@ -62,8 +62,8 @@ class Repo:
         return Path(path) if isinstance(path, str) else None
 
     def fetch(self, file: str, bar: Any, patience: Patience, again: bool = False) -> Path:
-        """Get a whole file into the cache, `again` if it is there; its path. Its content is to be
-        checked by the caller. `bar` is a tqdm class, told the bytes as they come."""
+        """Get a whole file into the cache, `again` if it is there; its path. The caller has to
+        check its content. `bar` is a tqdm class, which is told the bytes as they come."""
         return patience(self._what(file), lambda _: self._fetch(file, bar, again))
 
     def fetch_checked(self, file: str) -> Path:
@@ -77,7 +77,7 @@ class Repo:
         return Patience()(self._what(file), attempt)
 
     def _fetch(self, file: str, bar: Any, again: bool) -> Path:
-        # The client looks at names alone; it is not to fetch what it has of another commit.
+        # The client looks at names alone, and would keep a damaged file.
         damaged = self._in_cache(file) != self.cached(file)
         with _named_failures():
             path = hf_hub_download(
@@ -87,18 +87,19 @@ class Repo:
         return Path(path)
 
     def part(self, folder: Path, file: str) -> Path:
-        """Where a download into `folder` lies until it is whole; never of another content."""
+        """Where a download into `folder` lies until it is whole; the hash in its name keeps it
+        apart from other contents."""
         return folder / f"{file}.{self.files[file].oid[:12]}.part"
 
     def download(self, file: str, folder: Path, bar: Any, patience: Patience) -> Path:
-        """As `fetch`, but into `folder`, resuming what is there of it."""
+        """As `fetch`, but into `folder`, resuming what is there of the file."""
         final, part, size = folder / file, self.part(folder, file), self.files[file].size
         url = hf_hub_url(self.name, file, revision=self.commit)
 
         def attempt(_: int) -> Path:
             headers = build_hf_headers()
             if _XET and get_hf_file_metadata(url, headers=headers).xet_file_data:
-                # Its transfers are parallel and repeat themselves; they cannot be resumed.
+                # Its transfers are parallel and retried by themselves; they cannot be resumed.
                 part.unlink(missing_ok=True)
                 with _named_failures():
                     hf_hub_download(
@@ -120,7 +121,7 @@ class Repo:
         return patience(self._what(file), attempt, lambda: _size(part))
 
     def bytes_there(self, folder: Path, file: str) -> int:
-        """Bytes that an earlier run downloaded of a file, all of it or a part."""
+        """Bytes of a file that an earlier run downloaded: all of it or a part."""
         return max(_size(folder / file), _size(self.part(folder, file)))
 
     def check(self, file: str, path: Path, go_on: Callable[[], object] = lambda: None) -> None:
@@ -131,8 +132,8 @@ class Repo:
             raise ContentError(expected, found)
 
     def read_header(self, file: str) -> Header:
-        """The header of a shard. By ranges, also if the file is in the cache: it may be
-        damaged, which shows when it is checked."""
+        """The header of a shard, read by ranges even if the file is in the cache: that copy may be
+        damaged, which shows only when it is checked."""
         path, size = self.cached(file), self.files[file].size
         if self.offline and path is not None:
             return read_header(path)
@@ -183,10 +184,10 @@ class Repo:
 
 
 def open_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:
-    """The repository at the commit that `revision` (a branch, tag or commit; main) is now.
+    """The repository at the commit that `revision` (a branch, tag or commit; None: main) is now.
 
-    Raises CheckpointError if there is no such thing, UnavailableError if the Hub cannot be
-    asked. With HF_HUB_OFFLINE everything is taken from the cache.
+    Raises CheckpointError if there is none, UnavailableError if the Hub cannot be asked. With
+    HF_HUB_OFFLINE everything is taken from the cache.
     """
     if constants.HF_HUB_OFFLINE:
         return _cached_repo(name, revision, cache_dir)
@@ -208,7 +209,7 @@ def open_repo(name: str, revision: str | None, cache_dir: Path | None) -> Repo:
             files[file.rfilename] = RemoteFile(file.size, oid)
     if commit is None or CONFIG_NAME not in files:
         raise CheckpointError(f"{name} has no {CONFIG_NAME} at {commit}: it is no checkpoint.")
-    if revision != commit:  # the cache is to know the branch, for a later run without a network
+    if revision != commit:  # so that the cache knows the branch in a later run without a network
         Patience()(
             f"{name}, {CONFIG_NAME}",
             lambda _: hf_hub_download(name, CONFIG_NAME, revision=revision, cache_dir=cache_dir),
@@ -231,25 +232,25 @@ def _cached_repo(name: str, revision: str | None, cache_dir: Path | None) -> Rep
     copied = next((file for file in files.items() if file[0] == file[1].oid), None)
     if copied is not None:
         raise UnavailableError(
-            f"{folder / copied[0]} is no link, so that its hash is not known: give {folder} as the"
+            f"{folder / copied[0]} is no link, so its hash is not known: give {folder} as the"
             " source."
         )
     return Repo(name, folder.name, cache_dir, files, offline=True)
 
 
 def _blob_of(path: Path) -> str:
-    """The name of the blob that a snapshot's file is a link to. The blob may be a link again, into
-    a store that others share."""
+    """The name of the blob that a snapshot's file links to. The blob may be a link too, into a
+    shared store."""
     return os.readlink(path).rpartition("/")[2] if path.is_symlink() else path.name
 
 
 @contextmanager
 def _named_failures() -> Iterator[None]:
-    """hf_xet has no class of its own for its failures."""
+    """Make TransferErrors of hf_xet's failures, which are plain RuntimeErrors."""
     try:
         yield
     except RuntimeError as error:
-        if "start new thread" in str(error):  # Python's, and no matter of the network
+        if "start new thread" in str(error):  # Python's, not the network's
             raise
         raise TransferError(str(error)) from None
 

@@ -1,7 +1,7 @@
 """Calls over the network: which failures pass by themselves, and what the others mean.
 
-huggingface_hub repeats some failures itself; resets, 5xx answers to downloads and wrong bytes it
-does not.
+huggingface_hub retries some failures itself, but not resets, 5xx answers to downloads or wrong
+bytes.
 """
 
 import logging
@@ -36,8 +36,6 @@ from kconvert.layouts.errors import (
 T = TypeVar("T")
 _LONGEST_PAUSE = 60.0
 _log = logging.getLogger(__name__)
-
-
 # Answers that another attempt will get as well. 401 and 403 have sentences of their own.
 _FINAL_ANSWERS = (400, 404, 405, 406, 410, 451)
 
@@ -47,7 +45,7 @@ class TransferError(OSError):
 
 
 class ContentError(TransferError):
-    """A whole file arrived with another hash, `found`, than the Hub names."""
+    """A whole file arrived, with the hash `found` and not the one that the Hub names."""
 
     def __init__(self, expected: str, found: str) -> None:
         super().__init__(f"content {expected} expected, {found} found")
@@ -56,7 +54,7 @@ class ContentError(TransferError):
 
 @dataclass(frozen=True)
 class Patience:
-    """How often a call is tried, and how one waits in between: 1, 2, 4 … 60 seconds."""
+    """How often a call is tried, and how to wait in between: 1, 2, 4 … 60 seconds."""
 
     attempts: int = 5
     pause: Callable[[float], object] = time.sleep
@@ -64,10 +62,10 @@ class Patience:
     def __call__(
         self, what: str, call: Callable[[int], T], progress: Callable[[], int] = lambda: 0
     ) -> T:
-        """`call(n)` until it succeeds, n counting the attempts; they start again from zero when
+        """`call(n)` until it succeeds, n counting the calls. Failures are counted anew when
         `progress()` has grown.
 
-        Raises CheckpointError or UnavailableError if trying again is no use or was none, and
+        Raises CheckpointError or UnavailableError if trying again would not help or did not, and
         OSErrors of the local disk as they are.
         """
         number, failures, before = 0, 0, progress()
@@ -83,7 +81,7 @@ class Patience:
                     raise final from None
                 reason, advice = _reason(error), _advice(error)
                 if isinstance(error, ContentError):
-                    if error.found in contents:  # that was no accident of the transfer
+                    if error.found in contents:  # so it was no accident of the transfer
                         raise HubError(
                             f"{what}: {reason}, twice the same: the Hub's copy is damaged, or that"
                             " of a proxy or mirror on the way; get it by another way, or tell the"
@@ -128,7 +126,7 @@ def _final(what: str, error: Exception) -> Exception | None:
     if isinstance(error, EntryNotFoundError):
         return CheckpointError(f"{what}: the repository has no such file at this revision.")
     if isinstance(error, HfHubHTTPError):
-        # A 403 of another host or port is that of a link which has expired.
+        # A 403 from another host or port means that a link has expired.
         url, hub = error.response.url, urlsplit(constants.ENDPOINT)
         ours = (url.host, url.port) == (hub.hostname, hub.port)
         if error.response.status_code == 401 or (error.response.status_code == 403 and ours):
@@ -170,7 +168,7 @@ def _advice(error: BaseException) -> str:
         return _advice(error.__cause__)
     if isinstance(error, HfHubHTTPError):
         if error.response.status_code == 429:
-            return "wait for some minutes, or set HF_TOKEN, which may ask more often"
+            return "wait for some minutes, or set HF_TOKEN, which allows more requests"
         return "wait until that server is well again"
     return "check the network"
 

@@ -11,7 +11,7 @@ from kconvert.layouts.stored.checkpoint import read_stored
 
 @dataclass(frozen=True, kw_only=True)
 class StoredSource(LocalSource):
-    """The blobs of an output; of where they were made from, what the manifest says."""
+    """The blobs of an output; `name` and `commit` are those that its manifest says."""
 
     manifest: Manifest
     cast: bool  # its scales were cast to bfloat16
@@ -29,15 +29,15 @@ class StoredSource(LocalSource):
 def open_stored(folder: Path) -> tuple[StoredSource, Model]:
     """Read manifest, headers and small files of the output in `folder`.
 
-    Raises OutputError if it is none, UnsupportedError if it is a part of one,
-    CheckpointError if a file is missing or was changed.
+    Raises UnfinishedOutputError if it is no output or only a part of one, CheckpointError if a file
+    is missing or was changed.
     """
     stored = read_stored(folder)
     manifest = stored.output.manifest
     source = StoredSource(
         folder=folder,
         checkpoint=stored.checkpoint,
-        contents={},  # its groups know theirs
+        contents={},  # the groups know their identities
         stamps={name: stamp(folder / name) for name in stored.checkpoint.shards},
         warnings=(),
         oids=None,

@@ -1,1 +1,1 @@
-"""`kconvert synth`: checkpoints of a real model's names and shapes with random weights."""
+"""`kconvert synth`: checkpoints with a real model's names and shapes, and random weights."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
-from kconvert.layouts.families.family import PROJECTIONS, Family, projections
+from kconvert.layouts.families.family import PROJ_NAMES, Family, projections
 from kconvert.layouts.families.kimi_k3 import KimiK3
 from kconvert.layouts.families.known import read_family
 from kconvert.layouts.formats.format import Format
@@ -102,14 +102,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
         quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]},
     ),
 }  # fmt: skip
-_ONE_BLOCK = {"mixtral", "minimax_m2", "kimi_k3"}  # who calls it block_sparse_moe, and gate w1
+_SPARSE_BLOCK = {"mixtral", "minimax_m2", "kimi_k3"}  # model types that call it block_sparse_moe
 
 
 def family_shards(config: dict[str, Any]) -> list[list[SynthTensor]]:
-    """Every shard's tensors: one a layer, MTP layers among them, then what is outside of layers."""
+    """Every shard's tensors: a shard for each layer, MTP layers too, then one for the rest."""
     family = read_family(config)
     prefix = "language_model." if "text_config" in config else ""
-    block = "block_sparse_moe" if config["model_type"] in _ONE_BLOCK else "mlp"
+    block = "block_sparse_moe" if config["model_type"] in _SPARSE_BLOCK else "mlp"
     layers = range(family.dims.layers + family.dims.mtp_layers)
     return [
         *(list(_layer(family, f"{prefix}model.layers.{n}.", n, block, config)) for n in layers),
@@ -141,7 +141,7 @@ def _stated(
 
 
 def _experts(family: Family, base: str) -> Iterator[SynthTensor]:
-    """As the family's format has them."""
+    """A layer's experts, as the family's format stores them."""
     dims, format = family.dims, family.format
     n, k, experts = dims.intermediate, dims.hidden, dims.experts
     if format.fused:
@@ -164,7 +164,8 @@ def _experts(family: Family, base: str) -> Iterator[SynthTensor]:
 def _value(
     format: Format, companion: str, stored: tuple[int, ...], shape: tuple[int, int]
 ) -> tuple[int, ...]:
-    """What a companion must say that is not kept: the shape, trivial groups, middle zero points."""
+    """The value of a companion that is only checked: the shape, trivial groups, middle zero points;
+    empty for any other."""
     quantization = format.quantization
     if format.roles[companion] is not None:
         return ()
@@ -177,7 +178,7 @@ def _value(
 
 
 def _kimi_k3(text: dict[str, Any], layer: int | None) -> dict[str, tuple[int, ...]]:
-    """Names of K3's other tensors as far as they are public; sizes are plausible."""
+    """K3's other tensors: names as far as they are public, plausible sizes."""
     hidden, heads = text["hidden_size"], text["num_attention_heads"]
     if layer is None:
         table = (text["vocab_size"], hidden)
@@ -216,6 +217,6 @@ def _kimi_k3(text: dict[str, Any], layer: int | None) -> dict[str, tuple[int, ..
             f"{base}routed_expert_up_proj.weight": (hidden, expert),
         }
     shapes = (width, hidden), (width, hidden), (hidden, width)
-    for projection, shape in zip(PROJECTIONS, shapes, strict=True):
+    for projection, shape in zip(PROJ_NAMES, shapes, strict=True):
         modules[f"{mlp}.{projection}"] = shape
     return {f"{name}.weight": shape for name, shape in modules.items()} | others

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from kconvert.convert.synth.families import CONFIGS, SynthTensor, family_shards
-from kconvert.layouts.families.family import PROJECTIONS
+from kconvert.layouts.families.family import PROJ_NAMES
 from kconvert.layouts.fields import text_config
 
 _WEIGHTS: dict[str, Any] = {
@@ -106,7 +106,7 @@ _TOP_K = ("num_experts_per_tok", "num_experts_per_token")
 
 
 def experts_of(preset: Preset) -> int:
-    """Routed experts a layer."""
+    """The number of routed experts in a layer."""
     text = text_config(preset.config)
     return next(int(text[key]) for key in _EXPERTS if key in text)
 
@@ -122,7 +122,8 @@ def with_experts(preset: Preset, experts: int) -> Preset:
 
 
 def shards(preset: Preset) -> list[list[SynthTensor]]:
-    """Every shard's tensors: one a layer, then embeddings and head, and vision where there is."""
+    """Every shard's tensors: a shard for each layer, one for embeddings and head, and vision's if
+    there is any."""
     if not preset.vision_grid:
         return family_shards(preset.config)
     text = preset.config["text_config"]
@@ -180,7 +181,7 @@ def _layer(text: dict[str, Any], layer: int) -> Iterator[SynthTensor]:
 
 def _mlp_shapes(size: int, hidden: int) -> list[tuple[str, tuple[int, int]]]:
     shapes = (size, hidden), (size, hidden), (hidden, size)
-    return list(zip(PROJECTIONS, shapes, strict=True))
+    return list(zip(PROJ_NAMES, shapes, strict=True))
 
 
 def _projector(preset: Preset) -> Iterator[SynthTensor]:

@@ -38,10 +38,10 @@ def synth(
 ) -> list[Path]:
     """Write the model `preset` into `output`; returns the shards written.
 
-    `layers`: only the shards of these layers, while the index names all; `experts`: so many a
-    layer (and in the config); `sparse`: headers alone, files of full size that take no space.
-    Raises UnsupportedError for an unknown preset or layer, OutputError if `output` holds
-    anything, UnavailableError if it does not fit.
+    `layers`: only the shards of these layers, while the index names all; `experts`: that many in
+    each layer (and in the config); `sparse`: only headers, in files of full size that take no
+    space. Raises OptionError for an unknown preset or layer, OccupiedOutputError if `output` holds
+    anything, NoSpaceError if it does not fit.
     """
     if preset not in PRESETS:
         raise OptionError(f"preset {preset!r} is unknown; known are {', '.join(PRESETS)}.")
@@ -96,7 +96,7 @@ def _write_shard(
     sparse: bool,
     progress: Callable[[int], None],
 ) -> None:
-    """Write under a hidden name first, so that a shard with its name is a whole one."""
+    """Write under a hidden name first, so that a shard with its own name is whole."""
     staged = path.with_name(f".{path.name}.partial")
     header = shard_header(tensors)
     fd = os.open(staged, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o666)

@@ -1,24 +1,15 @@
-"""Config and tensors against each other, both ways: what config.json implies is there, with its
-shape and a dtype that somebody reads, and what is there config.json implies."""
+"""Config and tensors compared both ways: every tensor that config.json implies is there, with its
+shape and a dtype that can be read, and there is no tensor that it does not imply."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from kconvert.layouts.families.family import BLOCKS, Family, Stated
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.formats.format import Format, Kind
+from kconvert.layouts.header import Described
 
 FLOATS = ("BF16", "F16", "F32")
-
-
-class Described(Protocol):
-    """A tensor of a shard or a blob."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
 
 
 class Disagreement(NamedTuple):
@@ -35,11 +26,11 @@ def disagreements(
     tensors: Mapping[str, Described | None],
     experts: str = "",
 ) -> Iterator[Disagreement]:
-    """What does not fit in a layer's tensors (None: the outer ones) except the routed experts.
+    """Where a layer's tensors (None: the outer ones), routed experts aside, do not fit config.json.
 
     `tensors` are by full name; None if a tensor's shard is not here and only its name is known.
-    `prefix` is what the model's names begin with, `language_model.` or nothing; `experts` what
-    those of the layer's routed experts do, if it has some.
+    `prefix` is what the model's names begin with, `language_model.` or nothing; `experts` is what
+    the names of the layer's routed experts begin with, if it has some.
     """
     if not family.complete:
         return

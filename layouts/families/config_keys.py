@@ -66,6 +66,6 @@ def warnings_of(keys: Iterable[UnknownKey]) -> list[str]:
 
 
 def mention_of(keys: Iterable[UnknownKey]) -> list[str]:
-    """A sentence on all keys that say nothing, if there are any."""
+    """A sentence that lists the keys that say nothing, if there are any."""
     empty = [key.path for key in keys if not key.matters]
     return [f"{CONFIG_NAME}: unknown, and empty: {', '.join(empty)}"] if empty else []

@@ -1,4 +1,4 @@
-"""DeepSeek-V3's sizes, Kimi K2's among them, and what a layer of it has."""
+"""DeepSeek-V3 and what is built like it, such as Kimi K2: sizes, and the modules of a layer."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -6,9 +6,10 @@ from typing import Any
 from kconvert.layouts.errors import UnsupportedError
 from kconvert.layouts.families.config_keys import UnknownKey, unknown_keys
 from kconvert.layouts.families.family import (
-    PROJECTIONS,
     Family,
     Stated,
+    mlp_modules,
+    mtp_modules,
     unknown_architecture,
 )
 from kconvert.layouts.fields import CONFIG_NAME, flag, natural, positive, text_config
@@ -16,8 +17,8 @@ from kconvert.layouts.formats.known import read_format
 from kconvert.layouts.quantization import Quantization
 from kconvert.layouts.sharding import MOST, ModelDims
 
-# Read here or by the engine; and what only training reads (aux_loss_alpha, seq_aux), or what says
-# again what others say (qk_head_dim, head_dim, ep_size).
+# Keys that are read here or by the engine; that only training reads (aux_loss_alpha, seq_aux); or
+# that repeat others (qk_head_dim, head_dim, ep_size).
 _KEYS = frozenset({
     "attention_bias", "aux_loss_alpha", "compression_config", "ep_size", "first_k_dense_replace",
     "head_dim", "hidden_act", "hidden_size", "intermediate_size", "kv_lora_rank",
@@ -29,7 +30,7 @@ _KEYS = frozenset({
     "rope_parameters", "rope_scaling", "rope_theta", "routed_scaling_factor", "scoring_func",
     "seq_aux", "tie_word_embeddings", "topk_group", "topk_method", "v_head_dim", "vocab_size",
 })  # fmt: skip
-# A wrapper around the text model has these: vision, and how the two are put together.
+# Keys of a wrapper around the text model: vision, and how the two are put together.
 _WRAPPER_KEYS = frozenset({
     "compression_config", "ignore_index", "image_token_id", "media_placeholder_token_id",
     "quantization_config", "text_config", "tie_word_embeddings", "use_unified_vision_chunk",
@@ -44,7 +45,7 @@ class Sizes:
     vocabulary: int
     hidden: int
     layers: int
-    mtp_layers: int  # multi-token prediction, numbered behind; a checkpoint may lack them
+    mtp_layers: int  # multi-token prediction, numbered after the others; a checkpoint may lack them
     first_moe: int  # layers below have a dense MLP
     heads: int
     q_lora: int  # 0: q_proj instead of q_a_proj and q_b_proj
@@ -109,7 +110,7 @@ def read_sizes(whole_config: dict[str, Any]) -> Sizes:
 
 
 def unknown_config_keys(whole_config: dict[str, Any]) -> list[UnknownKey]:
-    """What nobody here knows of a config.json, an unknown architecture among it."""
+    """The keys of a config.json that are not known here; an unknown architecture is one too."""
     text = text_config(whole_config)
     tables = [(text, _KEYS, "text_config.")]
     if text is whole_config:
@@ -143,8 +144,7 @@ class DeepSeekV3(Family):
 
 
 def stated_modules(sizes: Sizes, layer: int | None) -> dict[str, Stated]:
-    """The modules of a layer (None: embedding, norm and head) except the routed experts, by name
-    behind `model.layers.N.` (or the prefix)."""
+    """See `Family.stated`."""
     s = sizes
     if layer is None:
         return {
@@ -169,29 +169,11 @@ def stated_modules(sizes: Sizes, layer: int | None) -> dict[str, Stated]:
     else:
         modules["self_attn.q_proj"] = Stated(query)
     if layer < s.first_moe:
-        modules |= _mlp("mlp", s.dense_intermediate, s.hidden)
+        modules |= mlp_modules("mlp", s.dense_intermediate, s.hidden)
     else:
         router = ("weight", "e_score_correction_bias")
         modules["mlp.gate"] = Stated((s.experts, s.hidden), router)
         if s.shared_experts:
             size = s.moe_intermediate * s.shared_experts
-            modules |= _mlp("mlp.shared_experts", size, s.hidden)
-    if layer >= s.layers:  # embedding and head are often left to the model's own
-        table = (s.vocabulary, s.hidden)
-        modules |= {
-            "embed_tokens": Stated(table, optional=True),
-            "enorm": Stated((s.hidden,)),
-            "hnorm": Stated((s.hidden,)),
-            "eh_proj": Stated((s.hidden, 2 * s.hidden)),
-            "shared_head.norm": Stated((s.hidden,)),
-            "shared_head.head": Stated(table, optional=True),
-        }
-    return modules
-
-
-def _mlp(name: str, size: int, hidden: int) -> dict[str, Stated]:
-    shapes = (size, hidden), (size, hidden), (hidden, size)
-    return {
-        f"{name}.{projection}": Stated(shape)
-        for projection, shape in zip(PROJECTIONS, shapes, strict=True)
-    }
+            modules |= mlp_modules("mlp.shared_experts", size, s.hidden)
+    return modules | (mtp_modules(s.vocabulary, s.hidden) if layer >= s.layers else {})

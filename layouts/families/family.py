@@ -12,12 +12,12 @@ from kconvert.layouts.formats.known import read_format
 from kconvert.layouts.sharding import ModelDims
 
 BUFFER = "buffer"  # the group of what is computed, not read
-PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+PROJ_NAMES = ("gate_proj", "up_proj", "down_proj")
 W_NAMES = ("w1", "w3", "w2")
-# Where a layer has its experts, and what gate, up and down are called there: the schemes that
-# families share, whose exporters differ (Mixtral's has both of the first two).
+# The block of a layer that holds the experts → what gate, up and down are called there. Families
+# share these schemes, and a family's exporters differ (Mixtral comes in the first two).
 SPELLINGS: dict[str, tuple[str, str, str]] = {
-    "mlp": PROJECTIONS, "block_sparse_moe": W_NAMES, "ffn": W_NAMES, "feed_forward": PROJECTIONS,
+    "mlp": PROJ_NAMES, "block_sparse_moe": W_NAMES, "ffn": W_NAMES, "feed_forward": PROJ_NAMES,
 }  # fmt: skip
 BLOCKS = tuple(SPELLINGS)
 EXPERTS = ".experts."
@@ -34,8 +34,8 @@ _LAYER_MODULES = (
     "post_attention_layernorm",
     *(f"{block}.{router}" for block in BLOCKS for router in ("gate", "router")),
     *BLOCKS,
-    *(f"mlp.shared_experts.{name}" for name in PROJECTIONS),
-    *(f"mlp.{name}" for name in PROJECTIONS),
+    *(f"mlp.shared_experts.{name}" for name in PROJ_NAMES),
+    *(f"mlp.{name}" for name in PROJ_NAMES),
     "embed_tokens", "enorm", "hnorm", "eh_proj", "shared_head.norm", "shared_head.head",
 )  # fmt: skip
 _PARAMETERS = (
@@ -55,8 +55,8 @@ _LAYER_NAME = re.compile(rf"(?:language_model\.)?(?:model\.)?layers\.{_NUMBER}\.
 _EXPERT_REST = re.compile(rf"({'|'.join(BLOCKS)})\.experts\.{_NUMBER}\.([a-z0-9_]+)\.([a-z_]+)")
 _FUSED_REST = re.compile(r"mlp\.experts\.(?:gate_up_proj|down_proj)(_[a-z]+)")
 _UNSUPPORTED = {
-    "weight_zero_point": "asymmetric weights (zero points), which config.json does not tell of,"
-    " cannot be converted",
+    "weight_zero_point": "asymmetric weights (zero points) cannot be converted if config.json does"
+    " not declare them",
     "weight_g_idx": "act-order with g_idx (actorder group or dynamic) cannot be converted",
 }
 
@@ -77,11 +77,31 @@ class Location(NamedTuple):
 
 
 class Stated(NamedTuple):
-    """A module that the config implies: its weight's shape, and what else it may have."""
+    """A module that the config implies: its weight's shape, and its parameters."""
 
     shape: tuple[int, ...]
     parameters: tuple[str, ...] = ("weight",)  # required
     optional: bool = False  # a checkpoint may lack it
+
+
+def mlp_modules(name: str, size: int, hidden: int) -> dict[str, Stated]:
+    """The three projections of a gated MLP called `name`, with `size` intermediate rows."""
+    shapes = (size, hidden), (size, hidden), (hidden, size)
+    return {
+        f"{name}.{projection}": Stated(shape)
+        for projection, shape in zip(PROJ_NAMES, shapes, strict=True)
+    }
+
+
+def mtp_modules(vocabulary: int, hidden: int) -> dict[str, Stated]:
+    """What DeepSeek's multi-token prediction adds to a layer. Its embedding and head are often
+    missing, as they are the model's own."""
+    table, norm = (vocabulary, hidden), Stated((hidden,))
+    return {
+        "embed_tokens": Stated(table, optional=True), "enorm": norm, "hnorm": norm,
+        "eh_proj": Stated((hidden, 2 * hidden)), "shared_head.norm": norm,
+        "shared_head.head": Stated(table, optional=True),
+    }  # fmt: skip
 
 
 class Family(ABC):
@@ -89,8 +109,8 @@ class Family(ABC):
 
     architectures: ClassVar[tuple[str, ...]] = ()
     model_types: ClassVar[tuple[str, ...]] = ()
-    # Whether `stated` tells of every tensor, so that what is missing or surplus is refused by name.
-    # Else what is not an expert's is kept whole as it is.
+    # Whether `stated` lists every tensor, so that a missing or surplus one is refused by name. If
+    # not, every tensor that is not an expert's is kept whole.
     complete: ClassVar[bool] = True
     fused: ClassVar[bool] = False  # whether its experts may lie in one tensor (`Format.fused`)
 
@@ -99,9 +119,9 @@ class Family(ABC):
         self.format: Format = read_format(config)
         if self.format.fused and not self.fused:
             raise UnsupportedError(
-                f"{CONFIG_NAME}: quant_method mxfp4 is gpt-oss's, whose rows of gate and up"
-                " alternate; of another model the order is not known. MXFP4 by llm-compressor"
-                " (mxfp4-pack-quantized) can be converted."
+                f"{CONFIG_NAME}: quant_method mxfp4 is known for gpt-oss alone, where rows of gate"
+                " and up alternate: another model's order is not known; the same model in"
+                " llm-compressor's MXFP4 (mxfp4-pack-quantized) can be converted."
             )
         self.dims: ModelDims = self._read(text_config(config))
 
@@ -112,11 +132,12 @@ class Family(ABC):
     @abstractmethod
     def stated(self, layer: int | None, block: str) -> dict[str, Stated]:
         """The modules of a layer (None: embedding, norm and head) except the routed experts, by
-        name behind `model.layers.N.` (or the prefix). `block` is what the layer calls its MLP."""
+        their names after `model.layers.N.` (or the prefix). `block` is what the layer calls its
+        MLP."""
 
     @property
     def warnings(self) -> list[str]:
-        """Sentences on what is not known of the model."""
+        """Sentences on what is not known about the model."""
         return []
 
     def locate(self, name: str) -> Location:
@@ -160,7 +181,7 @@ class Family(ABC):
             raise UnsupportedError(f"tensor {name}: {_UNSUPPORTED[companion]}.")
         if match:
             raise UnsupportedError(
-                f"tensor {name}: {self.format.name} ({CONFIG_NAME}) has"
+                f"tensor {name}: not one of {self.format.name}'s ({CONFIG_NAME}), which are"
                 f" {', '.join(self.format.roles)}."
             )
         raise _no_rule(name)
@@ -168,8 +189,8 @@ class Family(ABC):
 
 def _no_rule(name: str) -> UnsupportedError:
     return UnsupportedError(
-        f"tensor {name}: no sharding rule covers that name; experts are known by {SCHEMES}, and of"
-        " the other tensors those that the family has."
+        f"tensor {name}: no sharding rule covers this name; known are experts called {SCHEMES}, and"
+        " the family's other tensors."
     )
 
 

@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6, 4.7: DeepSeek's MoE and MTP layer over grouped-query attention."""
 
-from kconvert.layouts.families.family import Stated
+from kconvert.layouts.families.family import Stated, mlp_modules
 from kconvert.layouts.families.standard import StandardFamily, count
 from kconvert.layouts.fields import flag, natural
 from kconvert.layouts.sharding import MOST
@@ -30,5 +30,6 @@ class Glm4Moe(StandardFamily):
         modules = {f"{block}.gate": Stated((self.dims.experts, self.hidden), parameters)}
         shared = natural(self.config, "n_shared_experts", 0)
         if shared:
-            modules |= self._mlp(f"{block}.shared_experts", shared * self.dims.intermediate)
+            size = shared * self.dims.intermediate
+            modules |= mlp_modules(f"{block}.shared_experts", size, self.hidden)
         return modules

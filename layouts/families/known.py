@@ -29,13 +29,13 @@ def read_family(config: dict[str, Any]) -> Family:
 
 
 def unknown_config_keys(config: dict[str, Any]) -> list[UnknownKey]:
-    """What nobody here knows of a config.json: of the family that the engine runs, as for the
-    others nothing is computed."""
+    """The keys of a config.json that are not known here. Only for the family that the engine runs:
+    nothing is computed for the others."""
     return deepseek_v3.unknown_config_keys(config) if family_of(config) is DeepSeekV3 else []
 
 
 def family_of(config: dict[str, Any]) -> type[Family]:
-    """Whose model a config.json is of."""
+    """The family that a config.json belongs to."""
     text = text_config(config)
     for table in (text, config):
         names = table.get("architectures")

@@ -1,4 +1,4 @@
-"""Mixtral: no dense layer; experts as block_sparse_moe…w1 or, of some exporters, mlp…gate_proj."""
+"""Mixtral: no dense layer; experts as block_sparse_moe…w1 or, by some exporters, mlp…gate_proj."""
 
 from kconvert.layouts.families.family import Stated
 from kconvert.layouts.families.standard import StandardFamily, count

@@ -24,9 +24,9 @@ class Other(Family):
         )
         if experts is None or width is None:
             raise UnsupportedError(
-                f"{CONFIG_NAME}: the architecture {self.architecture:.60} is not known, and no"
-                f" {', '.join(_EXPERTS if experts is None else _WIDTHS)} says how large its experts"
-                " are."
+                f"{CONFIG_NAME}: the architecture {self.architecture:.60} is not known, and none of"
+                f" {', '.join(_EXPERTS if experts is None else _WIDTHS)} says how"
+                f" {'many experts it has' if experts is None else 'large its experts are'}."
             )
         return ModelDims(
             layers=positive(config, "num_hidden_layers", MOST),

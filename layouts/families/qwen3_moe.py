@@ -24,7 +24,9 @@ class Qwen3Moe(StandardFamily):
         )
         step = natural(self.config, "decoder_sparse_step", 1) or 1
         if not isinstance(only, list) or any(layer not in layers for layer in only):
-            raise CheckpointError(f"{CONFIG_NAME}: mlp_only_layers is {only!r:.60}, not layers.")
+            raise CheckpointError(
+                f"{CONFIG_NAME}: mlp_only_layers is {only!r:.60}, expected a list of layers."
+            )
         return 0, frozenset({*only, *(layer for layer in layers if (layer + 1) % step)})
 
     def _attention(self) -> dict[str, Stated]:

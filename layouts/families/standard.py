@@ -4,13 +4,15 @@ from abc import abstractmethod
 from typing import Any
 
 from kconvert.layouts.errors import CheckpointError
-from kconvert.layouts.families.family import PROJECTIONS, Family, Stated
+from kconvert.layouts.families.family import Family, Stated, mlp_modules, mtp_modules
 from kconvert.layouts.fields import CONFIG_NAME, flag, natural, positive
 from kconvert.layouts.sharding import MOST, ModelDims
 
 
 class StandardFamily(Family):
     """Attention of q, k, v and o; experts beside a router, maybe shared ones; dense layers."""
+
+    _width = "moe_intermediate_size"  # the key of an expert's intermediate size
 
     def _read(self, config: dict[str, Any]) -> ModelDims:
         self.config = config
@@ -31,18 +33,16 @@ class StandardFamily(Family):
             dense=dense,
         )
 
-    _width = "moe_intermediate_size"  # the key of an expert's intermediate size
-
     @abstractmethod
     def _experts(self) -> int:
         """How many routed experts a layer has."""
 
     def _dense(self) -> tuple[int, frozenset[int]]:
-        """Layers below the first are dense, and these others."""
+        """The first MoE layer (those below are dense), and the other layers that are dense."""
         return 0, frozenset()
 
     def _attention(self) -> dict[str, Stated]:
-        """Projections without biases, nothing normed."""
+        """Projections without biases or norms."""
         return self._projections(qkv_bias=False, o_bias=False)
 
     @abstractmethod
@@ -61,16 +61,9 @@ class StandardFamily(Family):
         if self.dims.is_moe(layer):
             modules |= self._router(block)
         else:
-            modules |= self._mlp("mlp", positive(self.config, "intermediate_size"))
-        return modules | (self._mtp(table, norm) if layer >= self.dims.layers else {})
-
-    def _mtp(self, table: tuple[int, int], norm: Stated) -> dict[str, Stated]:
-        """DeepSeek's multi-token prediction; embedding and head are often the model's own."""
-        return {
-            "embed_tokens": Stated(table, optional=True), "enorm": norm, "hnorm": norm,
-            "eh_proj": Stated((self.hidden, 2 * self.hidden)), "shared_head.norm": norm,
-            "shared_head.head": Stated(table, optional=True),
-        }  # fmt: skip
+            size = positive(self.config, "intermediate_size")
+            modules |= mlp_modules("mlp", size, self.hidden)
+        return modules | (mtp_modules(*table) if layer >= self.dims.layers else {})
 
     def _projections(self, *, qkv_bias: bool, o_bias: bool) -> dict[str, Stated]:
         q, kv, hidden = self.heads * self.head_dim, self.kv_heads * self.head_dim, self.hidden
@@ -85,19 +78,13 @@ class StandardFamily(Family):
     def _norms(self, q: int, k: int) -> dict[str, Stated]:
         return {"self_attn.q_norm": Stated((q,)), "self_attn.k_norm": Stated((k,))}
 
-    def _mlp(self, name: str, size: int) -> dict[str, Stated]:
-        shapes = (size, self.hidden), (size, self.hidden), (self.hidden, size)
-        return {
-            f"{name}.{projection}": Stated(shape)
-            for projection, shape in zip(PROJECTIONS, shapes, strict=True)
-        }
-
 
 def count(config: dict[str, Any], *keys: str) -> int:
-    """The number of experts under whichever of `keys` says it; if several do they must agree."""
+    """The number of experts, from whichever of `keys` is there; if several are, they must agree."""
     said = {key: positive(config, key, MOST) for key in keys if config.get(key) is not None}
     if not said:
         raise CheckpointError(f"{CONFIG_NAME} has no {' nor '.join(keys)}.")
     if len(set(said.values())) > 1:
-        raise CheckpointError(f"{CONFIG_NAME}: {said} disagree.")
+        values = ", ".join(f"{key} is {value}" for key, value in said.items())
+        raise CheckpointError(f"{CONFIG_NAME}: {values}: one of them is wrong.")
     return next(iter(said.values()))

@@ -15,13 +15,19 @@ from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import Projection
 from kconvert.layouts.fields import ANY, CONFIG_NAME, check_fields
-from kconvert.layouts.formats.format import SCALE_DTYPES, Format, Kind, Take, groups
+from kconvert.layouts.formats.format import (
+    GROUP_SIZES,
+    SCALE_DTYPES,
+    Format,
+    Kind,
+    Take,
+    groups,
+)
 from kconvert.layouts.formats.mxfp4 import GROUP_SIZE, PackedMxfp4, refuse_nvfp4
 from kconvert.layouts.header import DTYPE_BYTES
 from kconvert.layouts.quantization import ZERO_POINTS_A_WORD, Quantization, Role
 
 SHAPE_DTYPES = ("I32", "I64")
-GROUP_SIZES = (32, 64, 128)
 
 _EMPTY: tuple[Any, ...] = (None, {}, [])
 # A SparsityCompressionConfig of format "dense" stores weights as they are, whatever else it says.
@@ -29,7 +35,7 @@ _SPARSITY_FIELDS = {
     "format", "targets", "ignore", "global_sparsity", "sparsity_structure",
     "registry_requires_subclass",
 }  # fmt: skip
-# field → values that change nothing here. A field that is not listed is refused by name.
+# field → the values that change nothing here. A field that is not listed is refused by name.
 _CONFIG_FIELDS: dict[str, Any] = {
     "config_groups": ANY, "format": ANY, "ignore": ANY, "quant_method": ANY, "version": ANY,
     "quantization_status": ("compressed", "frozen", None), "global_compression_ratio": ANY,
@@ -93,7 +99,7 @@ class PackQuantized(Format):
         return stored
 
     def check_dropped(self, tensor: SourceTensor, stored: NDArray[Any], n: int, k: int) -> None:
-        """weight_shape is what the packed weights are."""
+        """weight_shape says what the packed weights are."""
         found = stored.tolist()
         if found != [n, k]:
             raise CheckpointError(
@@ -120,7 +126,8 @@ class PackQuantized(Format):
 def read_compressed_tensors(table: dict[str, Any]) -> Format:
     """The format of a quantization_config with quant_method compressed-tensors.
 
-    Raises CheckpointError if it is malformed, UnsupportedError naming the field otherwise.
+    Raises CheckpointError if it is malformed, UnsupportedError naming the field if it cannot be
+    converted.
     """
     if _is_dense(table.get("sparsity_config")):
         table = {**table, "sparsity_config": None}
@@ -178,7 +185,7 @@ def _group_size(where: str, weights: dict[str, Any]) -> int | None:
 
 
 def _is_dense(sparsity: Any) -> bool:
-    """Whether a sparsity_config says in so many words that there is none."""
+    """Whether a sparsity_config says that there is no sparsity."""
     return sparsity == "dense" or (
         isinstance(sparsity, dict)
         and sparsity.get("format") == "dense"

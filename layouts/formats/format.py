@@ -13,6 +13,7 @@ from kconvert.layouts.experts import Projection
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.quantization import Quantization, Role
 
+GROUP_SIZES = (32, 64, 128)  # of integer codes
 SCALE_DTYPES = ("BF16", "F16", "F32")
 Take = Callable[[str, tuple[int, ...], Any], NDArray[Any]]  # reader.Scratch.take
 
@@ -46,7 +47,7 @@ class QuantizedMatrix(NamedTuple):
 
 class Expert(NamedTuple):
     """A routed expert: gate and up are [intermediate, hidden], down is [hidden, intermediate].
-    Where gate and up are the same object, one matrix holds the rows of both."""
+    If gate and up are the same object, one matrix holds the rows of both."""
 
     gate: QuantizedMatrix
     up: QuantizedMatrix
@@ -65,28 +66,28 @@ class Expert(NamedTuple):
 
     @property
     def kept(self) -> list[SourceTensor]:
-        """Those that are not only checked."""
+        """Those that are converted, not only checked."""
         return [tensor for matrix in self.stored for tensor in matrix.by_role.values()]
 
 
 class Kind(NamedTuple):
-    """What a tensor may be: one of some dtypes, and a shape."""
+    """What a tensor must be: of one of these dtypes, and of this shape."""
 
     dtypes: tuple[str, ...]
     shape: tuple[int, ...]
 
 
 class Format(ABC):
-    """One checkpoint's way to store matrices [n, k]: its companions, as `<base>.<companion>`."""
+    """One checkpoint's way to store a matrix [n, k]: as companions called `<base>.<companion>`."""
 
     name: str  # as configs call it; part of a blob's fingerprint
     quantization: Quantization
     roles: Mapping[str, Role | None]  # companion → what it is; None: checked and dropped
     optional: ClassVar[frozenset[str]] = frozenset()  # companions that may be absent
     fused: ClassVar[bool] = False  # all experts in one tensor, gate and up in one matrix
-    groups_axis: ClassVar[int] = 1  # of the scales
-    restores: ClassVar[bool] = False  # whether what is stored is the plain bytes, by matrix
-    copies: ClassVar[int] = 1  # of an expert that are in memory at a time: 2 if plain is a copy
+    groups_axis: ClassVar[int] = 1  # the scales' axis of groups
+    restores: ClassVar[bool] = False  # whether it stores the plain bytes, so that export can too
+    copies: ClassVar[int] = 1  # of an expert in memory at a time: 2 if `plain` makes one
 
     @abstractmethod
     def kinds(self, n: int, k: int) -> dict[str, Kind]:
@@ -101,15 +102,16 @@ class Format(ABC):
         stored: NDArray[Any],
         take: Take,
     ) -> NDArray[Any]:
-        """The plain array (`quantization.py`) of what was read, a view or in a buffer of `take`.
+        """What was read as a plain array (`quantization.py`): a view, or a copy in a buffer from
+        `take`.
 
-        Raises CheckpointError naming `tensor` where its data cannot be what it says.
+        Raises CheckpointError naming `tensor` if its data cannot be right.
         """
 
     @abstractmethod
     def check_dropped(self, tensor: SourceTensor, stored: NDArray[Any], n: int, k: int) -> None:
-        """Raise CheckpointError if the data of a dropped companion of a matrix [n, k] says what
-        the others do not."""
+        """Raise CheckpointError if a dropped companion's data contradicts the rest of its matrix
+        [n, k]."""
 
     def matrix(
         self, tensors: Mapping[str, SourceTensor], base: str, n: int, k: int
@@ -142,12 +144,13 @@ class Format(ABC):
         )  # fmt: skip
 
     def dropped_data(self, companion: str, dtype: str, n: int, k: int) -> bytes:
-        """What a dropped companion of a matrix [n, k] says, if the format `restores`."""
+        """The bytes of a dropped companion of a matrix [n, k], if the format `restores`."""
         raise NotImplementedError
 
     @cached_property
     def _wanted(self) -> Callable[[int, int], list[tuple[str, Role | None, Kind]]]:
-        """A model has two shapes of matrices, and hundreds of thousands of tensors."""
+        """Companion, role and kind, kept by shape: a model has two shapes of matrices, and hundreds
+        of thousands of tensors."""
 
         @lru_cache(maxsize=8)
         def wanted(n: int, k: int) -> list[tuple[str, Role | None, Kind]]:

@@ -17,10 +17,16 @@ from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.errors import CheckpointError, UnsupportedError
 from kconvert.layouts.experts import Projection
 from kconvert.layouts.fields import ANY, CONFIG_NAME, check_fields, flag
-from kconvert.layouts.formats.format import SCALE_DTYPES, Format, Kind, Take, groups
+from kconvert.layouts.formats.format import (
+    GROUP_SIZES,
+    SCALE_DTYPES,
+    Format,
+    Kind,
+    Take,
+    groups,
+)
 from kconvert.layouts.quantization import Quantization, Role
 
-GROUP_SIZES = (32, 64, 128)
 _NOTHING: tuple[Any, ...] = (None, False, {}, [], "")
 # Fields that change nothing of what is stored: how it was quantized, how it is to be run.
 _HOW = (
@@ -41,7 +47,7 @@ _FORMATS = ("gptq", "gptq_v2")
 
 
 class Gptq(Format):
-    """GPTQ's tensors; `by_word`: a v1 zero point may be 0, which borrows from its neighbour."""
+    """GPTQ's tensors; `by_word`: a v1 zero point may be 0, which borrows from its neighbor."""
 
     optional = frozenset({"g_idx"})
     groups_axis, copies = 0, 2
@@ -75,23 +81,24 @@ class Gptq(Format):
         stored: NDArray[Any],
         take: Take,
     ) -> NDArray[Any]:
-        from kconvert.layouts.formats.transpose import turned
+        from kconvert.layouts.formats.transpose import transpose_into
 
-        out = turned(stored, take(f"plain {projection} {role}", stored.shape[::-1], stored.dtype))
+        out = take(f"plain {projection} {role}", stored.shape[::-1], stored.dtype)
+        transpose_into(stored, out)
         if role == "zero_point" and self._add_one:
             self._check_borrows(tensor, out)
             out += np.int32(0x11111111)  # modulo 2^32
         return out
 
     def _check_borrows(self, tensor: SourceTensor, words: NDArray[np.int32]) -> None:
-        """A stored 15 is a zero point 0 less one, which GPTQModel takes from the whole word; older
-        writers lost such words."""
+        """A stored 15 is the zero point 0 less one. GPTQModel subtracts from the whole word, which
+        can be undone; other writers spoiled such words."""
         fifteen = words & (words >> 1)
         if not self._by_word and (fifteen & (fifteen >> 2) & 0x11111111).any():
             raise CheckpointError(
-                f"{tensor.shard}, tensor {tensor.name}: a zero point is stored as 15, which"
-                " writers other than GPTQModel (meta.quantizer) spoiled in format gptq; it cannot"
-                " be known: save the checkpoint as gptq_v2, or symmetric."
+                f"{tensor.shard}, tensor {tensor.name}: a zero point is stored as 15, which in"
+                " format gptq only GPTQModel (meta.quantizer) wrote so that it can be recovered:"
+                " save the checkpoint as gptq_v2, or symmetric."
             )
 
     def check_dropped(self, tensor: SourceTensor, stored: NDArray[Any], n: int, k: int) -> None:
@@ -100,8 +107,8 @@ class Gptq(Format):
             if not np.array_equal(stored, np.arange(k) // (quantization.group_size or k)):
                 raise UnsupportedError(
                     f"{where}: act-order with g_idx cannot be converted: its columns are in another"
-                    " order than their groups; quantize with desc_act false, which GPTQModel's"
-                    " act_group_aware makes as good."
+                    " order than their groups; quantize with desc_act false (GPTQModel's"
+                    " act_group_aware makes it as accurate)."
                 )
             return
         middle = 1 << (quantization.bits - 1)
@@ -115,8 +122,11 @@ class Gptq(Format):
 
 
 def read_gptq(table: dict[str, Any]) -> Gptq:
-    """The format of a quantization_config with quant_method gptq; CheckpointError if it is
-    malformed, UnsupportedError naming the field for what cannot be converted."""
+    """The format of a quantization_config with quant_method gptq.
+
+    Raises CheckpointError if it is malformed, UnsupportedError naming the field if it cannot be
+    converted.
+    """
     where = "quantization_config"
     check_fields(where, table, _FIELDS)
     kind = table.get("checkpoint_format") or table.get("format") or "gptq"
@@ -151,7 +161,7 @@ def read_gptq(table: dict[str, Any]) -> Gptq:
 
 
 def _refuse_mixed(dynamic: Any) -> None:
-    """`-:pattern` leaves modules as they are; any other pattern gives them another width."""
+    """`-:pattern` leaves modules unquantized; any other pattern gives them another width."""
     if dynamic is None:
         return
     if not isinstance(dynamic, dict):

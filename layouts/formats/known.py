@@ -1,4 +1,4 @@
-"""The formats by what a quantization_config calls them."""
+"""The formats, by what a quantization_config calls them."""
 
 from collections.abc import Callable
 from typing import Any

@@ -47,13 +47,13 @@ class PackedMxfp4(Format):
         return stored.view(np.int32) if role == "code" else stored
 
     def check_dropped(self, tensor: SourceTensor, stored: NDArray[Any], n: int, k: int) -> None:
-        """None is."""
+        """No companion is dropped."""
 
 
 class GptOssBlocks(Format):
-    """gpt-oss: `gate_up_proj` and `down_proj`, of all experts E in one: `_blocks` U8
-    [E, N, K/32, 16], `_scales` U8 [E, N, K/32], `_bias` BF16 [E, N]. The rows of gate and up
-    alternate, gate first."""
+    """gpt-oss: `gate_up_proj` and `down_proj`, each with all E experts: `_blocks` U8
+    [E, N, K/32, 16], `_scales` U8 [E, N, K/32], `_bias` BF16 [E, N]. Rows of gate and up alternate,
+    gate first."""
 
     name = "mxfp4"
     quantization = Quantization(GROUP_SIZE, scheme="mxfp4", bias=True)
@@ -84,12 +84,14 @@ class GptOssBlocks(Format):
         return stored if projection == "down" else stored[("gate", "up").index(projection) :: 2]
 
     def check_dropped(self, tensor: SourceTensor, stored: NDArray[Any], n: int, k: int) -> None:
-        """None is."""
+        """No companion is dropped."""
 
 
 def read_gpt_oss(table: dict[str, Any]) -> GptOssBlocks:
-    """The format of a quantization_config with quant_method mxfp4; UnsupportedError for a field
-    that is not known."""
+    """The format of a quantization_config with quant_method mxfp4.
+
+    Raises UnsupportedError naming a field that is not known.
+    """
     check_fields("quantization_config", table, {"quant_method": ANY, "modules_to_not_convert": ANY})
     return GptOssBlocks()
 
@@ -97,6 +99,6 @@ def read_gpt_oss(table: dict[str, Any]) -> GptOssBlocks:
 def refuse_nvfp4(where: str) -> UnsupportedError:
     """Why NVFP4 is not converted, and what is."""
     return UnsupportedError(
-        f"{CONFIG_NAME}: {where}: NVFP4 cannot be converted, for its kernels rescale a layer's"
+        f"{CONFIG_NAME}: {where}: NVFP4 cannot be converted, as its kernels rescale a layer's"
         " scales by a factor common to all experts of a rank; the same model in MXFP4 or INT4 can."
     )

@@ -1,5 +1,5 @@
-"""What is stored transposed, turned; apart from the formats, which whoever only reads headers loads
-without numba."""
+"""Transposing what a format stores transposed. Apart from the formats, as whoever only reads
+headers loads those and does without numba."""
 
 from typing import Any
 
@@ -9,10 +9,9 @@ from numpy.typing import NDArray
 from kconvert.layouts.numba_jit import jit
 
 
-def turned(stored: NDArray[Any], out: NDArray[Any]) -> NDArray[Any]:
-    """Fill `out` with the transpose of a C-contiguous matrix, and return it."""
+def transpose_into(stored: NDArray[Any], out: NDArray[Any]) -> None:
+    """Fill `out` [K, N] with the transpose of the C-contiguous matrix `stored` [N, K]."""
     _transpose(stored, out)
-    return out
 
 
 @jit

@@ -1,8 +1,8 @@
 """The checkpoint that an output stands for: every tensor it was made from, by name, dtype and
 shape, checked as a checkpoint's are, and where its bytes lie now.
 
-An expert's tensors are not there as such: their places name no bytes. What is read for an expert
-are its parts in the ranks' blobs (`StoredGroup.parts`).
+An expert's own tensors are no longer there, so their places name no bytes: what is read for an
+expert are its parts in the ranks' blobs (`StoredGroup.parts`).
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kconvert.layouts.blob import digest
-from kconvert.layouts.checkpoint import Checkpoint, Shard, SourceTensor, read_json
+from kconvert.layouts.checkpoint import Checkpoint, Shard, SourceTensor, read_json, tensor_in
 from kconvert.layouts.errors import ChangedFileError, CheckpointError, UnsupportedError
 from kconvert.layouts.experts import StackedTensor, stacked_tensors
 from kconvert.layouts.families.family import projections
@@ -55,7 +55,7 @@ class StoredGroup(Group):
     digests: Mapping[str, str]  # of the whole tensors
 
     def parts(self, expert: int) -> Iterator[Part]:
-        """Where an expert lies; of channelwise scales of down, every rank's copy."""
+        """Where an expert lies; for channelwise scales of down, every rank's copy."""
         for rank, held in enumerate(self.ranks):
             if expert in held.slice.experts:
                 local = held.slice.experts.index(expert)
@@ -96,7 +96,7 @@ def read_stored(folder: Path) -> Stored:
     held = {group: _held(output, blobs) for group, blobs in ranks.items()}
     tensors = {tensor.name: tensor for blob in common.values() for tensor in _tensors(output, blob)}
     for name, blobs in ranks.items():
-        tensors |= {tensor.name: tensor for tensor in _of_experts(output, blobs, held[name])}
+        tensors |= {tensor.name: tensor for tensor in _source_tensors(output, blobs, held[name])}
     everything = [*common.values(), *(blob for blobs in ranks.values() for blob in blobs)]
     checkpoint = Checkpoint(
         config=read_json(folder / CONFIG_NAME),
@@ -130,7 +130,7 @@ def read_stored(folder: Path) -> Stored:
 def _tensors(output: Output, blob: Blob) -> Iterator[SourceTensor]:
     name = output.name_of(blob)
     for entry in blob.header.tensors.values():
-        yield SourceTensor(entry.name, entry.dtype, entry.shape, name, entry.start, entry.nbytes)
+        yield tensor_in(name, entry)
 
 
 def _shard(output: Output, blob: Blob) -> Shard:
@@ -139,8 +139,8 @@ def _shard(output: Output, blob: Blob) -> Shard:
 
 
 def _held(output: Output, blobs: list[Blob]) -> tuple[StoredRank, ...]:
-    """What the ranks' blobs of a layer hold. Raises CheckpointError for a tensor that is not as
-    config.json and the manifest have it."""
+    """What the ranks' blobs of a layer hold. Raises CheckpointError for a tensor that does not fit
+    config.json and the manifest."""
     layout, held = layout_named(output.layout)(output.dims.quantization), []
     all_stacked = stacked_tensors(output.dims.quantization)
     first = {tensor: blobs[0].stacked(tensor) for tensor in all_stacked}
@@ -165,10 +165,10 @@ def _held(output: Output, blobs: list[Blob]) -> tuple[StoredRank, ...]:
     return tuple(held)
 
 
-def _of_experts(
+def _source_tensors(
     output: Output, blobs: list[Blob], held: tuple[StoredRank, ...]
 ) -> Iterator[SourceTensor]:
-    """The tensors that the experts of a layer were made from; their bytes lie elsewhere."""
+    """The tensors that the experts of a layer were made from; their places name no bytes."""
     dims, format, sharding = output.dims, output.family.format, blobs[0].info.sharding
     assert sharding is not None  # see `Output.experts`
     places = {stacked.role: place for stacked, place, _ in held[0].tensors}
@@ -197,7 +197,7 @@ def _of_experts(
 
 
 def _refuse_dropped(format: Format, dropped: Mapping[str, str], shard: str) -> None:
-    """Raise UnsupportedError if the blob's writer dropped what is not known here."""
+    """Raise UnsupportedError if companions were dropped that are not known here."""
     kinds = format.kinds(64, 128)
     known = {
         name: kinds[name].dtypes for name, role in format.roles.items() if role in (None, "scale")
@@ -205,18 +205,18 @@ def _refuse_dropped(format: Format, dropped: Mapping[str, str], shard: str) -> N
     if any(dtype not in known.get(name, ()) for name, dtype in dropped.items()):
         expected = "; ".join(f"{name}, {' or '.join(dtypes)}" for name, dtypes in known.items())
         raise UnsupportedError(
-            f"{shard} says that {dict(dropped)!r:.80} was dropped of the source; this version knows"
-            f" {expected}."
+            f"{shard} says that {dict(dropped)!r:.80} was dropped from the source; this version"
+            f" knows {expected}."
         )
 
 
 def _stored_dtype(kind: Kind, stored: str) -> str:
-    """The dtype that a companion had, whose data now has the dtype `stored`."""
+    """The dtype that a companion had whose data is now stored as `stored`."""
     return stored if stored in kind.dtypes else kind.dtypes[0]
 
 
 def _content(blobs: list[Blob]) -> str:
-    """What the experts were made from, as all blobs of a layer must say."""
+    """The content that all blobs of a layer name; CheckpointError if they do not agree."""
     for blob in blobs:
         if blob.info.content != blobs[0].info.content:
             raise CheckpointError(
@@ -226,7 +226,7 @@ def _content(blobs: list[Blob]) -> str:
 
 
 def _small_files(output: Output) -> tuple[str, ...]:
-    """Their names. Raises CheckpointError if one is not what the manifest says."""
+    """The small files' names. Raises CheckpointError if one is not what the manifest says."""
     names = []
     for name, entry in output.manifest.files.items():
         if entry.fingerprint is None:

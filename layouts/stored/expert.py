@@ -19,8 +19,9 @@ from kconvert.layouts.w4a16 import W4A16
 
 
 class StoredExpert:
-    """Parts as they lie in blobs, in a thread's buffers until the thread loads the next. They are
-    cut and joined as they are if that gives the order that is wanted, else unpacked first."""
+    """An expert's parts as they lie in blobs, in a thread's buffers until the thread loads the next
+    expert. They are cut and joined as they are if that gives the order that is wanted; if not, they
+    are unpacked first."""
 
     def __init__(self, group: StoredGroup, index: int, reader: Reader, scratch: Scratch) -> None:
         self._group, self._index, self._scratch = group, index, scratch
@@ -44,7 +45,7 @@ class StoredExpert:
             refuse_changed(self._reader, part.place, found, part.digest, which)
 
     def lies_as(self, other: "StoredExpert") -> bool:
-        """Whether both are, byte for byte and rank for rank, the same."""
+        """Whether both are the same, byte for byte and rank for rank."""
         return self._group.layout.name == other._group.layout.name and all(
             len(mine) == len(theirs := other._parts.get(tensor, []))
             and all(np.array_equal(a, b) for (_, a), (_, b) in zip(mine, theirs, strict=True))
@@ -126,8 +127,8 @@ def _as_they_lie(
 def refuse_changed(
     reader: Reader, tensor: SourceTensor, found: str, wanted: str | None, which: str = ""
 ) -> None:
-    """Raise ChangedFileError where what `reader` read has another digest than it must have;
-    `which` of a stacked tensor."""
+    """Raise ChangedFileError unless the digest `found` of what `reader` read is `wanted` (None: not
+    known). `which` names the part of a stacked tensor, for the sentence."""
     if wanted not in (None, found):
         raise ChangedFileError(
             f"{reader.path_of(tensor.shard)}, tensor {tensor.name}{which}: its bytes were changed:"

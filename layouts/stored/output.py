@@ -20,7 +20,7 @@ from kconvert.layouts.families.known import read_family
 from kconvert.layouts.fields import CONFIG_NAME
 from kconvert.layouts.header import Header, TensorEntry
 from kconvert.layouts.manifest import MANIFEST_NAME, Manifest, read_manifest
-from kconvert.layouts.model import VISION, layer_name, layer_numbers
+from kconvert.layouts.model import VISION, layer_name, layer_number, layer_numbers
 from kconvert.layouts.sharding import ModelDims, Parallelism
 
 
@@ -40,7 +40,7 @@ class Blob(NamedTuple):
 
 
 def is_output(folder: Path) -> bool:
-    """Whether `folder` is, or was to be, an output of `kconvert convert`."""
+    """Whether `folder` has a manifest, as every output of `kconvert convert` does."""
     return (folder / MANIFEST_NAME).is_file()
 
 
@@ -48,8 +48,8 @@ class Output:
     """A finished output. No tensor's data is read here."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises UnfinishedOutputError if `folder` is no finished output or a part of one,
-        ChangedFileError where its config.json was changed."""
+        """Raises UnfinishedOutputError if `folder` is not an output or only a part of one,
+        ChangedFileError if its config.json was changed."""
         self.folder = folder
         self.manifest: Manifest = read_manifest(folder)
         if not self.manifest.complete:
@@ -80,7 +80,7 @@ class Output:
         return set(layer_numbers(Path(name).stem for name in names))
 
     def name_of(self, blob: Blob) -> str:
-        """What the manifest calls it: its path in the folder."""
+        """What the manifest calls a blob: its path in the folder."""
         return blob.path.relative_to(self.folder).as_posix()
 
     def common(self, layers: Collection[int] | None = None, vision: bool = True) -> Iterator[Blob]:
@@ -90,7 +90,7 @@ class Output:
             group = Path(name).stem
             if not name.startswith(f"{COMMON_FOLDER}/"):
                 continue
-            number = next(iter(layer_numbers([group])), None)
+            number = layer_number(group)
             if number is None:
                 wanted = vision or group != VISION
             else:
@@ -110,7 +110,7 @@ class Output:
                 f"{blob.path} is not of layout {expected[0]}, rank {rank}, tp {expected[2]}, ep"
                 f" {expected[3]}, as {MANIFEST_NAME} says: convert again."
             )
-        if sharding.read_quantization() != self.dims.quantization:
+        if sharding.read_quantization(blob.path) != self.dims.quantization:
             raise CheckpointError(
                 f"{blob.path} is quantized with {sharding.quantization}, {CONFIG_NAME} says"
                 f" {self.dims.quantization}: convert again."
@@ -123,13 +123,14 @@ class Output:
         path = self.sized(name)
         try:
             header, info = read_blob(path)
-        except KconvertError:  # whose advice is for a source
+        except KconvertError:  # its advice is for a source
             raise CheckpointError(
                 f"{path} has a damaged header: copy it again, or convert it again."
             ) from None
         if digest(header.raw) != self.manifest.files[name].digest:
             raise ChangedFileError(
-                f"{path} is of another conversion: its header is not the one in {MANIFEST_NAME};"
+                f"{path} belongs to another conversion: its header is not the one in"
+                f" {MANIFEST_NAME};"
                 " copy it again, or convert it again."
             )
         return Blob(path, header, info)

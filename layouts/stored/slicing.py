@@ -1,8 +1,8 @@
 """Which parts of which blobs make up what one rank of another tp and ep holds of a layer. Pure.
 
-A rank needs some experts, and of each some intermediate rows; a blob holds other experts and rows
-if the folder was converted for another tp or ep. Both orders of bytes can be cut and joined
-along the intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
+A rank needs some experts, and some intermediate rows of each; a blob holds other experts and rows
+if the folder was converted for another tp or ep. Both layouts can be cut and joined along the
+intermediate axis, between whole tiles and groups (facts and formulas: FORMAT.md).
 """
 
 from typing import NamedTuple
@@ -17,13 +17,13 @@ _TILE = {"marlin": 64, "w4a16": 8}
 
 
 class Piece(NamedTuple):
-    """Where a blob and what is wanted meet: experts and rows as each of the two counts them."""
+    """What a blob has of what is wanted."""
 
     rank: int  # whose blob
-    experts: range
+    experts: range  # as the blob counts them
     rows: range
     all_rows: int  # of an expert in that blob
-    expert_at: int  # the first of them in what is wanted
+    expert_at: int  # the first of `experts`, as what is wanted counts them
     row_at: int
 
 
@@ -41,7 +41,7 @@ def pieces(dims: ModelDims, stored: Parallelism, wanted: RankSlice) -> tuple[Pie
 
 
 def meeting(rank: int, have: RankSlice, wanted: RankSlice) -> Piece | None:
-    """What of `wanted` a rank has that holds `have`."""
+    """The part of `wanted` that `rank` has, which holds `have`; None if it has none."""
     experts, rows = _common(have.experts, wanted.experts), _common(have.rows, wanted.rows)
     if not (experts and rows):
         return None
@@ -66,10 +66,11 @@ def cut_axis(layout: str, tensor: StackedTensor) -> int:
 def spans(
     tensor: StackedTensor, quantization: Quantization, piece: Piece, length: int, rows: int
 ) -> tuple[Span, ...]:
-    """What of a stored tensor goes where, along `cut_axis`. w13 has the rows of gate, then those
-    of up: two spans, and one if they join on both sides.
+    """Which elements of a stored tensor go where, along `cut_axis`. w13 has the rows of gate, then
+    those of up: two spans, or one if they join on both sides.
 
-    `length`: of the stored tensor's axis; `rows`: intermediate rows of an expert in the target.
+    `length`: that of the stored tensor's axis; `rows`: intermediate rows of an expert in the
+    target.
     """
     if tensor.copies(quantization, 2) == 2:  # one scale a row of down: nothing to cut
         return (Span(slice(0, length), slice(0, length)),) if piece.row_at == 0 else ()
@@ -98,8 +99,8 @@ def target_shape(
     all_rows: int,
     wanted: RankSlice,
 ) -> tuple[int, ...]:
-    """The shape in the blob's layout of what `wanted` is of a tensor that has the shape `stored`
-    for `all_rows` rows."""
+    """The shape that `wanted` has in the blobs' layout, if a tensor's shape is `stored` for
+    `all_rows` rows."""
     shape = [len(wanted.experts), *stored[1:]]
     if tensor.copies(quantization, 2) == 1:
         shape[axis] = shape[axis] * len(wanted.rows) // all_rows
@@ -109,8 +110,8 @@ def target_shape(
 def reordered(
     layout: str, tensor: StackedTensor, quantization: Quantization, have: int, want: int
 ) -> bool:
-    """Whether a rank with `have` intermediate rows holds a tensor in another order than one with
-    `want` does, so that it cannot be cut and joined: marlin decides by the number of groups."""
+    """Whether a rank with `have` intermediate rows holds a tensor in another order than a rank with
+    `want` rows, so that it cannot be cut and joined: marlin decides by the number of groups."""
     cut_scale = tensor.role == "scale" and tensor.axis == "columns"
     group = quantization.group_size if quantization.scheme == "int" else None
     return layout == "marlin" and cut_scale and bool(group) and (have == group) != (want == group)
@@ -135,7 +136,7 @@ def refuse_uncuttable(dims: ModelDims, layout: str, stored: Parallelism, wanted:
         reordered(layout, tensor, dims.quantization, have, want)
         for tensor in stacked_tensors(dims.quantization)
     ):
-        reason = "marlin orders the scales of w2 in another way where a rank has a single group"
+        reason = "marlin orders the scales of w2 differently if a rank has a single group"
     if reason:
         ep = max(1, dims.experts // len(wanted.experts))
         raise UnsupportedError(

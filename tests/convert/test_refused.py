@@ -337,9 +337,9 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
     "asymmetric without zero points": (
         in_weights(symmetric=False), ["gate_proj.weight_zero_point is in no shard"],
     ),
-    "zero points that config.json does not tell of": (
+    "zero points that config.json does not declare": (
         added(f"{EXPERT0}gate_proj.weight_zero_point", Tensor("I32", (32, 8), bytes(1024))),
-        ["weight_zero_point", "does not tell of"],
+        ["weight_zero_point", "does not declare"],
     ),
     "act-order by group": (in_weights(actorder="group"), ['actorder is "group"']),
     "dynamic": (in_weights(dynamic=True), ["dynamic is true"]),
@@ -357,7 +357,8 @@ REFUSED: dict[str, tuple[Change, list[str]]] = {
         in_quantization(lambda t: t.update(quant_method="mxfp4")), ["config_groups is not a field"],
     ),
     "gpt-oss's MXFP4 of another family": (
-        in_text(quantization_config={"quant_method": "mxfp4"}), ["gpt-oss's", "mxfp4-pack-quant"],
+        in_text(quantization_config={"quant_method": "mxfp4"}),
+        ["gpt-oss alone", "mxfp4-pack-quant"],
     ),
     "GPTQ of two widths": (
         in_text(quantization_config={

@@ -96,7 +96,7 @@ def test_another_quantization_is_refused_when_it_is_read(out: Path) -> None:
     for change in ({"scheme": "nvfp4"}, {"codebook": 3}):
         other = replace(info.sharding, quantization=info.sharding.quantization | change)
         with pytest.raises(OutputError, match="quantization is"):
-            other.read_quantization()
+            other.read_quantization(Path("a.safetensors"))
 
 
 def test_a_manifest_keeps_what_it_does_not_know(out: Path, tmp_path: Path) -> None:

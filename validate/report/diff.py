@@ -15,9 +15,9 @@ from kconvert.validate.report.pictures import bars, heat_map
 
 _SHOWN = 2000  # tensors and files
 _REACH = [
-    "Counted is how many codes, scales and values are others, bit for bit, not how far apart they"
-    " are.",
-    "Names of shards, and layout, tp and ep of outputs, are no difference.",
+    "What is counted is how many codes, scales and values differ, bit for bit, not how far apart"
+    " they are.",
+    "Names of shards, and layout, tp and ep of outputs, do not count as differences.",
     "No model was run.",
 ]
 
@@ -28,7 +28,7 @@ def write_diff_report(result: Diff, target: Path) -> None:
 
 
 def render_diff(result: Diff, label: str = "") -> str:
-    """The page; `label`: of one that compares nothing, said on top."""
+    """The page; `label`: a line at its top, if it compares nothing real."""
     sums = result.sums()
     others = [d for d in result.differences if d.expert is None]
     return fill(
@@ -83,6 +83,6 @@ def _pictures(result: Diff) -> Iterator[Picture]:
         by_layer = np.nanmean(of_experts, axis=1).tolist()
         yield Picture(f"{title} by layer", bars(numbers, by_layer, "%"), caption)
         if of_experts.size > 1:
-            where = f"A row a layer, {numbers[0]} to {numbers[-1]}, a column an expert."
+            where = f"Rows are layers, {numbers[0]} to {numbers[-1]}, columns are experts."
             image = heat_map(of_experts)
             yield Picture(f"{title} by expert", image, f"% of an expert's {what}. {where}")

@@ -1,4 +1,4 @@
-"""What the page shows of codes, scales and the run: captioned pictures, and a few facts."""
+"""What the page shows of codes, scales and the run: pictures with captions, and a few facts."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,14 +12,14 @@ from kconvert.validate.report.page import Picture
 from kconvert.validate.report.pictures import bars, heat_map, ranges
 from kconvert.validate.statistics import LayerStatistics
 
-Layers = dict[int, LayerStatistics]  # in order, of which something was read
+Layers = dict[int, LayerStatistics]  # in order, those of which something was read
 _NAMED = 12  # outliers
 
 
 def pictures(
     result: Validation, rank_bytes: dict[str, int], layer_bytes: dict[str, int]
 ) -> list[Picture]:
-    """All that there is something to show for."""
+    """The pictures for which there is something to show."""
     found = [
         _bytes("Bytes by rank", rank_bytes, "Each rank's blobs, and what all ranks share."),
         _bytes("Bytes by layer", layer_bytes, "Blobs of all ranks, and what they share."),
@@ -35,16 +35,16 @@ def pictures(
             continue
         low, high = np.nanmin(values), np.nanmax(values)
         if low == high:
-            same = none if high == 0 else f"{caption} It is {high:.3g} of every one."
+            same = none if high == 0 else f"{caption} It is {high:.3g} for every one."
             found.append(Picture(title, Markup(""), same))
             continue
-        where = f"A row a layer, {min(layers)} to {max(layers)}, a column an expert."
+        where = f"Rows are layers, {min(layers)} to {max(layers)}, columns are experts."
         found.append(Picture(title, heat_map(values), f"{caption} {where}"))
     return found
 
 
 def facts(statistics: Layers) -> list[tuple[str, str]]:
-    """A few figures of all layers together: what, and how much."""
+    """A few figures for all layers together: what, and how much."""
     layers = _read(statistics)
     if not layers:
         return []
@@ -54,7 +54,7 @@ def facts(statistics: Layers) -> list[tuple[str, str]]:
     far = [f"{expert} of layer {n}" for n, s in layers.items() for expert in s.outliers]
     more = f", and {len(far) - _NAMED:,} more" if len(far) > _NAMED else ""
     return [
-        ("Weights", f"{weights:,}, at {bits:.3f} bits with scales and all that belongs to them"),
+        ("Weights", f"{weights:,}, at {bits:.3f} bits with scales, zero points and biases"),
         ("Scales", f"{count:,}: {zeros:,} zero, {denormals:,} denormal, {not_finite:,} not finite"),
         ("Experts whose mean scale is far from their layer's", ", ".join(far[:_NAMED]) + more
          or "none"),
@@ -105,12 +105,12 @@ def _scales(layers: Layers) -> list[Picture]:
 def _throughput(pace: list[Pace]) -> Picture:
     rates = [step.bytes / max(step.seconds, 1e-9) / 1e9 for step in pace]
     labels = [_short(step.group) for step in pace]
-    text = "What was read of blobs and source, layer by layer as the run went."
+    text = "How fast blobs and source were read, layer by layer as the run went."
     return Picture("Speed of this run", bars(labels, rates, "GB/s"), text)
 
 
 def _share(parts: NDArray[np.int64], of: NDArray[np.int64]) -> NDArray[np.float64]:
-    """In %; NaN of experts that were not read."""
+    """In %; NaN for experts that were not read."""
     shares = np.full(len(of), np.nan)
     np.divide(100 * parts, of, out=shares, where=of > 0)
     return shares

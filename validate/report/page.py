@@ -1,4 +1,4 @@
-"""One HTML file of a template beside this module: it needs no network and no script."""
+"""One HTML file from a template beside this module: it needs no network and no script."""
 
 import os
 import time
@@ -19,7 +19,7 @@ class Picture(NamedTuple):
 
 
 def fill(template: str, **values: Any) -> str:
-    """The page of a template, which extends page.html. Whatever text is in it is escaped."""
+    """The page made from a template that extends page.html. All text in it is escaped."""
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True, trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined,
@@ -29,7 +29,7 @@ def fill(template: str, **values: Any) -> str:
 
 
 def write_whole(page: str, target: Path) -> None:
-    """Into a file, whole or not at all. Raises OSError as the system gives it."""
+    """Write a page into a file, whole or not at all. Raises OSError as the system gives it."""
     unfinished = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         unfinished.write_text(page, encoding="utf-8")
@@ -39,7 +39,7 @@ def write_whole(page: str, target: Path) -> None:
 
 
 def made() -> str:
-    """By what a page was made, and when."""
+    """The program that makes a page, and the time."""
     return f"kconvert {version('kconvert')}, {time.strftime('%Y-%m-%d %H:%M %z')}."
 
 

@@ -12,8 +12,8 @@ from kconvert.layouts.errors import KconvertError
 
 
 class Held(NamedTuple):
-    """A tensor in its final shape. `stride` counts elements, as torch does; `xxh3`: xxh3_128 in
-    hex of its bytes, of a stacked one of its experts' digests, one after the other."""
+    """A tensor in its final shape. `stride` counts elements, as torch does; `xxh3` is xxh3_128 in
+    hex of its bytes, or for a stacked tensor of its experts' digests, one after the other."""
 
     dtype: str
     shape: list[int]
@@ -25,7 +25,8 @@ Parity = dict[str, dict[str, Held]]  # by blob, by tensor
 
 
 def parity_of(output: Path, blobs: Iterable[str]) -> Parity:
-    """From the headers of `blobs`, paths under `output`; what cannot be read is left out."""
+    """The tensors of `blobs`, paths under `output`, by their headers; what cannot be read is left
+    out."""
     found: Parity = {}
     for path in blobs:
         with contextlib.suppress(KconvertError, OSError):  # it is among the findings

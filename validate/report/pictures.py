@@ -1,4 +1,4 @@
-"""Pictures for a page without a script: SVG that takes the page's colours, and maps as PNG."""
+"""Pictures for a page without a script: SVG that takes the page's colors, and maps as PNG."""
 
 import base64
 import io
@@ -13,7 +13,7 @@ _CELL_HEIGHT = 4  # pixels of a layer in a map
 
 
 def bars(labels: Sequence[str], values: Sequence[float], unit: str) -> Markup:
-    """One bar a label, from zero."""
+    """A bar for each label, from zero."""
     most = max(values, default=0) or 1
     step = (_WIDTH - _LEFT) / max(1, len(values))
     every = -(-len(labels) // 12)
@@ -33,7 +33,7 @@ def bars(labels: Sequence[str], values: Sequence[float], unit: str) -> Markup:
 def ranges(
     labels: Sequence[str], low: Sequence[float], middle: Sequence[float], high: Sequence[float]
 ) -> Markup:
-    """A span a label with its middle marked, on a logarithmic scale; all above zero."""
+    """A span for each label with its middle marked, on a logarithmic scale; all are above zero."""
     bottom, top = np.log10(min(low)), np.log10(max(high))
     top = max(top, bottom + 1e-9)
 
@@ -56,7 +56,8 @@ def ranges(
 
 
 def heat_map(values: NDArray[np.float64]) -> Markup:
-    """A cell a value of [layers, experts], NaN left open, from the least (dark) to the greatest."""
+    """A cell for each value of [layers, experts], from the least (dark) to the greatest; NaN is
+    left open."""
     from matplotlib import colormaps, image
 
     low, high = float(np.nanmin(values)), float(np.nanmax(values))

@@ -24,8 +24,8 @@ class Subject(NamedTuple):
     parity: Parity
     rank_bytes: dict[str, int]  # a rank's folder, or common → bytes
     layer_bytes: dict[str, int]  # a layer's name, outer or vision → bytes of all ranks
-    made: str  # by what, and when
-    label: str = ""  # of pages that are no validation of anything, said on top
+    made: str  # by which program, and when
+    label: str = ""  # a line at the top of a page that validates nothing real
 
 
 def render(result: Validation, subject: Subject) -> str:
@@ -55,7 +55,7 @@ def render(result: Validation, subject: Subject) -> str:
 
 
 def _first_layer(parity: Parity) -> dict[str, dict[str, Held]]:
-    """What is shown of each rank, its first blob; the JSON has all."""
+    """What is shown of each rank: its first blob; the JSON has all."""
     of_ranks = sorted(path for path in parity if path.startswith("rank-"))
     first = of_ranks[0].rpartition("/")[2] if of_ranks else ""
     return {path: parity[path] for path in of_ranks if path.endswith(f"/{first}")}
@@ -103,7 +103,7 @@ def limits(result: Validation) -> list[str]:
 
 
 def _reach(result: Validation) -> list[str]:
-    """What no validation of this kind says: sentences."""
+    """What no validation of this kind tells: sentences."""
     found = ["Digests are xxh3_128: they show every accident, and no forgery."]
     if result.against_source:
         found.append(

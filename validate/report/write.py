@@ -1,4 +1,4 @@
-"""A validation's report into a file: whole, or not at all."""
+"""Writing a validation's report into a file: whole, or not at all."""
 
 from pathlib import Path
 
@@ -11,12 +11,15 @@ from kconvert.validate.report.render import Subject, render
 
 
 def write_report(result: Validation, output: Path, target: Path) -> None:
-    """Write the page to `target`. Raises OSError as the system gives it."""
+    """Write the page on `result`, a validation of `output`, to `target`.
+
+    Raises OutputError if `output` has no manifest, OSError as the system gives it.
+    """
     write_whole(render(result, subject_of(output)), target)
 
 
 def subject_of(output: Path) -> Subject:
-    """What the page says of an output beside what was found."""
+    """What the page says about an output beside what was found."""
     manifest = read_manifest(output)
     return Subject(
         output=output.name,
@@ -30,7 +33,7 @@ def subject_of(output: Path) -> Subject:
 
 
 def _sums(manifest: Manifest, part: int) -> dict[str, int]:
-    """Bytes of the blobs by a part of their names: 0 the folder, 1 what they hold."""
+    """Bytes of the blobs by a part of their paths: 0 the folder, 1 the group they hold."""
     found: dict[str, int] = {}
     for name, entry in sorted(manifest.files.items()):
         if "/" in name:

@@ -56,7 +56,7 @@ def test_vision_may_be_wanting_if_it_was_left_out(tmp_path: Path) -> None:
 
 def test_another_file_of_the_name_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(b"{1}")
-    with pytest.raises(OutputError, match=r"config.json is another file than this conversion's"):
+    with pytest.raises(OutputError, match=r"config.json is not this conversion's file"):
         OUTLINE.manifest(tmp_path)
 
 

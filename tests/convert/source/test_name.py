@@ -41,7 +41,7 @@ def test_names(source: str, expected: HubName | None) -> None:
 @pytest.mark.parametrize(
     ("source", "words"),
     [
-        ("org/name@", "names no revision behind its @"),
+        ("org/name@", "names no revision after its @"),
         ("https://huggingface.co/datasets/org/name", "is a dataset, not a whole model"),
         (f"{PAGE}/blob/main/config.json", "is a file or folder in org/name"),
         (f"{PAGE}/tree/main/sub", "is a file or folder in org/name"),

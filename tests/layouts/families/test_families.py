@@ -109,11 +109,11 @@ def test_an_architecture_without_a_scheme_is_refused(tmp_path: Path) -> None:
     with_tensors(
         source, lambda tensors: {k.replace(".experts.", ".ffns."): v for k, v in tensors.items()}
     )
-    with pytest.raises(UnsupportedError, match=r"no tensor is called as experts are.*found "):
+    with pytest.raises(UnsupportedError, match=r"no tensor has the name of an expert.*found "):
         convert(source, tmp_path / "out")
     change_json(source / "config.json", lambda config: config.pop("num_local_experts"))
     with pytest.raises(
-        UnsupportedError, match=r"unheard_of.*is not known, and no n_routed_experts"
+        UnsupportedError, match=r"unheard_of.*is not known, and none of n_routed_experts"
     ):
         convert(source, tmp_path / "out")
 
