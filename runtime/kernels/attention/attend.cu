@@ -1,45 +1,78 @@
-// One part of a row's attention: the up to 64 keys of positions 64 s … 64 s + 63 that it reads.
-// Below `prefix` a position's slot is the position; from there on the row's window has it. So a
-// drafted row reads the same values in the same order as a committed one, and a part's bits follow
-// from row, position and history alone. attention/merge adds the parts.
+// Parts of the rows' attention: sums of weights times values over the keys of a part, which spans.cuh
+// cuts; attention/merge adds the parts. A line is a head of a row.
 //
-// A part that lies below the prefix of several rows has the same keys for all: of a group of rows
-// the first such one's block makes all of theirs, so many at once as an MMA has room for.
+// A block has a span and up to LINES lines, whatever rows they are of: below their prefix all rows
+// have the same keys, whose slots are their positions. Or it has a part of one row's window, whose
+// slots a list has. So a drafted row reads the same values in the same order as a committed one.
 //
-// Keys that are not there are zeros with weight zero: a slot that is not read may hold NaN. The
-// softmax's weights go to the tensor core as two bf16, which together hold 16 bits of each.
+// A part goes tile by tile, as in flash attention: weights are exp(score - greatest so far), and
+// sums are scaled when the greatest grows. A score is two MMA chains, over the halves of C + R; the
+// weights of the softmax go to the tensor core as two bf16, which together hold 16 bits of each.
+// Other lines, LINES and HALVES move work and no bit.
 //
-// Compile-time: HEADS, C (a multiple of 64), R; C + R a multiple of 16.
-#include "common.cuh"
+// Keys that are not there are zeros with weight zero: a slot that is not read may hold NaN.
+//
+// Compile-time: HEADS, C (a multiple of 64), R; C + R a multiple of 16; SPANS; LINES (16, 32, 64);
+// HALVES of a tile in shared memory (2, 3, 4): those past 2 are the next tile's.
+#include "attention/spans.cuh"
 
-constexpr int kKeys = 64;
 constexpr int kWidth = C + R;
-constexpr int kLine = kWidth * 2 + 16;  // bytes; an odd number of 16: a matrix's rows lie in all banks
-constexpr int kWeightLine = kKeys * 2 + 16;
-constexpr int kScoreLine = kKeys + 4;
+constexpr int kLine = (kWidth * 2 + 127) / 128 * 128;  // bytes
+constexpr int kScoreLine = kKeys + 4;                  // floats
+constexpr int kWeightLine = kScoreLine * 4;            // bytes: high halves, then low ones
 constexpr int kWarps = 8, kThreads = kWarps * 32;
 constexpr int kColumns = C / kWarps;  // a warp's
-constexpr int kTileRows = 16 % HEADS ? 1 : 16 / HEADS;  // rows that an MMA has room for
-// Queries, and once scores are made, in their place, weights: high halves, then low ones.
-constexpr int kQueries = 16 * kLine, kWeights = 2 * 16 * kWeightLine;
-constexpr int kShared = kQueries > kWeights ? kQueries : kWeights;
+constexpr int kHalf = kKeys / 2 * kLine;
+// Scores: half of the warps have half of C + R each; of lines and keys a warp has these.
+constexpr int kLineGroups = LINES == 64 ? 2 : 1, kKeyGroups = kWarps / 2 / kLineGroups;
+constexpr int kScoreLines = LINES / kLineGroups, kScoreKeys = kKeys / kKeyGroups;
+constexpr int kLanes = kThreads / LINES, kEach = kKeys / kLanes;  // of a line's softmax
+constexpr int kChunks = (HEADS + LINES - 1) / LINES, kTails = 2 * kChunks;  // of a row's window
+static_assert(LINES <= 32 * HEADS, "a lane for each row");
 
 extern __shared__ __align__(128) char smem[];
 
-// A set of rows without the lowest `n` of them.
-__device__ __forceinline__ u32 without_first(u32 rows, int n) {
-  for (int i = 0; i < n; ++i) rows &= rows - 1;
-  return rows;
-}
+// Chunks of 16 bytes are swapped within 128 bytes, so that the rows of a matrix lie in all banks.
+__device__ __forceinline__ u32 flip(int line, int chunk) { return (chunk ^ (line & 7)) << 4; }
 
 // A line of C + R values into shared memory by a warp; zeros for none.
-__device__ __forceinline__ void copy_line(u32 to, const u16* from) {
+__device__ __forceinline__ void copy_line(u32 lines, int line, const u16* from) {
 #pragma unroll
   for (int c = threadIdx.x & 31; c < kWidth / 8; c += 32) {
+    const u32 to = lines + line * kLine + flip(line, c);
     if (from)
-      copy16_shared(to + c * 16, from + c * 8);
+      copy16_l2(to, from + c * 8);
     else
-      store_shared_f4(to + c * 16, make_float4(0, 0, 0, 0));
+      store_shared_f4(to, make_float4(0, 0, 0, 0));
+  }
+}
+
+// Weights times values of half a tile: a warp's columns of the first M * 16 lines.
+template <int M>
+__device__ __forceinline__ void add_values(float4 (&sum)[LINES / 16][kColumns / 8], u32 weights,
+                                           u32 values) {
+  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
+  const u32 w_at = weights + (lane & 15) * kWeightLine + (lane >> 4) * 16;
+  const u32 v_at = values + (lane & 15) * kLine;
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    u32 b[(kColumns + 15) / 16][4];
+#pragma unroll
+    for (int c = 0; c < kColumns / 8; c += 2)
+      load_matrices_transposed(
+          v_at + k * 16 * kLine + flip(lane, warp * (kColumns / 8) + c + (lane >> 4)), b[c / 2]);
+#pragma unroll
+    for (int m = 0; m < M; ++m) {
+      u32 high[4], low[4];
+      load_matrices(w_at + m * 16 * kWeightLine + k * 32, high);
+      load_matrices(w_at + m * 16 * kWeightLine + k * 32 + kKeys * 2, low);
+#pragma unroll
+      for (int c = 0; c < kColumns / 8; ++c)
+        mma(sum[m][c], high, b[c / 2][c % 2 * 2], b[c / 2][c % 2 * 2 + 1]);
+#pragma unroll
+      for (int c = 0; c < kColumns / 8; ++c)
+        mma(sum[m][c], low, b[c / 2][c % 2 * 2], b[c / 2][c % 2 * 2 + 1]);
+    }
   }
 }
 
@@ -47,162 +80,216 @@ __device__ __forceinline__ void copy_line(u32 to, const u16* from) {
 // positions, prefix, counts int32 [rows]: a row with count 0 reads nothing
 // windows int32 [rows, window];  parts fp32 [rows, most, HEADS, C]: sums, not yet divided
 // scales  fp32 [rows, most, HEADS, 2]: the greatest score, and the sum of weights
-// group   rows that may share keys, at most 32: no effect on any bit
-// grid (most, rows, ceil(HEADS / 16)) x 256
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+// grid rows * kTails + spans there may be * ceil(rows * HEADS / LINES), x 256
+extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 2 ? 2 : 1)
     attention_attend(const u16* queries, const u16* keys, const int* positions, const int* prefix,
                      const int* counts, const int* windows, int window, float scale, int most,
-                     int rows, int group, float* parts, float* scales) {
+                     int rows, float* parts, float* scales) {
   let_next_start();
   wait_for_previous();
-  const int part = blockIdx.x, row = blockIdx.y, head0 = blockIdx.z * 16;
-  const int first = part * kKeys, position = positions[row];
-  if (counts[row] == 0 || first > position) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int row0 = row / group * group;
-  const bool shares = lane < group && row0 + lane < rows && counts[row0 + lane] != 0 &&
-                      first + kKeys <= prefix[row0 + lane];
-  u32 left = __ballot_sync(~0u, shares);  // the rows of the group to be done here
-  if (left >> (row - row0) & 1) {
-    if (__ffs(left) - 1 != row - row0) return;
-  } else {
-    left = 1u << (row - row0);
-  }
-  const int count = min(kKeys, position - first + 1);
-  char* key_lines = smem;
-  char* query_lines = smem + kKeys * kLine;
-  float* scores = reinterpret_cast<float*>(query_lines + kShared);
-  char* weights = query_lines;
+  const int windowed = rows * kTails, groups = (rows * HEADS + LINES - 1) / LINES;
+  const int block = blockIdx.x, rest = block - windowed;
+  const bool tail = block < windowed;
+  const int span = tail ? block % 2 : rest / groups;
+  const int line0 = tail ? block / kTails * HEADS + block % kTails / 2 * LINES : rest % groups * LINES;
+  const int end = tail ? (block / kTails + 1) * HEADS : rows * HEADS;
+  const int lines = min(LINES, end - line0), used = (lines + 15) / 16 * 16, row0 = line0 / HEADS;
 
-  const int begin = prefix[row];
-  const int* slots = windows + (long long)row * window - begin;  // of position p: slots[p]
-#pragma unroll 4
-  for (int r = warp; r < kKeys; r += kWarps) {
-    const int p = first + r;
-    const long long slot = r < count ? (p < begin ? p : slots[p]) : -1;
-    copy_line(smem_addr(key_lines) + r * kLine, slot < 0 ? nullptr : keys + slot * kWidth);
+  // Of row `row0 + lane` the keys of this part, from a position on.
+  int from = 0, here = 0, part = span;
+  if ((row0 + lane) * HEADS < line0 + lines && counts[row0 + lane] != 0) {
+    const int below = prefix[row0 + lane], shift = span_shift(below);
+    if (tail) {
+      from = below + span * kKeys, here = min(kKeys, positions[row0 + lane] - from + 1);
+      part += spans_of(below);
+    } else {
+      from = span * kKeys << shift, here = min(kKeys << shift, below - from);
+    }
   }
-  for (; left; left = without_first(left, kTileRows)) {
-    // The MMA's 16 lines are heads of one row, or all heads of several.
-    auto row_of = [&](int line) {  // -1: none
-      if (kTileRows == 1) return head0 + line < HEADS ? row0 + __ffs(left) - 1 : -1;
-      const u32 rest = without_first(left, line / HEADS);
-      return rest ? row0 + __ffs(rest) - 1 : -1;
+
+  const u32 ring = smem_addr(smem), query_lines = ring + HALVES * kHalf;
+  char* const score_lines = smem + HALVES * kHalf + LINES * kLine;
+  float(*const scores)[LINES][kScoreLine] = reinterpret_cast<float(*)[LINES][kScoreLine]>(score_lines);
+  float* const factors = scores[2][0];
+  // In the place of a line's scores, once they are read: its weights, high halves and low ones.
+  const u32 weights = smem_addr(score_lines);
+
+  // Rows with the same keys at once. They are one set, but where a span is some rows' last one.
+  for (u32 left = __ballot_sync(~0u, here > 0); left;) {
+    const int leader = __ffs(left) - 1;
+    const int count = __shfl_sync(~0u, here, leader), first = __shfl_sync(~0u, from, leader);
+    const int place = __shfl_sync(~0u, part, leader);
+    const u32 set = __ballot_sync(~0u, here == count && from == first);
+    left &= ~set;
+    auto takes = [&](int line) {
+      return line < lines && (set >> ((line0 + line) / HEADS - row0) & 1);
     };
-    auto head_of = [&](int line) { return kTileRows == 1 ? head0 + line : line % HEADS; };
     auto place_of = [&](int line) {
-      return ((long long)row_of(line) * most + part) * HEADS + head_of(line);
+      const int row = (line0 + line) / HEADS;
+      return ((long long)row * most + place) * HEADS + (line0 + line) % HEADS;
     };
-    for (int line = warp; line < 16; line += kWarps) {
-      const long long from = (long long)row_of(line) * HEADS + head_of(line);
-      copy_line(smem_addr(query_lines) + line * kLine,
-                row_of(line) < 0 ? nullptr : queries + from * kWidth);
-    }
-    commit_copies();
-    wait_copies<0>();
-    __syncthreads();
+    const int tiles = (count + kKeys - 1) / kKeys;
+    const int* slots = windows + (long long)row0 * window + span * kKeys;  // of a tail's keys
+    auto load = [&](int i) {  // half a tile
+      if (i < 2 * tiles) {
+        const u32 to = ring + i % HALVES * kHalf;
+#pragma unroll
+        for (int r = warp; r < kKeys / 2; r += kWarps) {
+          const int k = i * (kKeys / 2) + r;
+          const long long slot = k >= count ? -1 : tail ? slots[k] : first + k;
+          copy_line(to, r, slot < 0 ? nullptr : keys + slot * kWidth);
+        }
+      }
+      commit_copies();
+    };
 
-    // Scores of 16 lines x 64 keys: a warp has 16 keys and half of C + R; the second half's sums
-    // wait for the first's.
-    constexpr int kSteps = kWidth / 16;
-    const int half = warp / 4, keys16 = warp % 4 * 16;
-    const u32 q_at = smem_addr(query_lines) + (lane & 15) * kLine + (lane >> 4) * 16;
-    const u32 k_at = smem_addr(key_lines) + (keys16 + (lane & 7) + ((lane >> 4) << 3)) * kLine +
-                     ((lane >> 3) & 1) * 16;
-    float4 score[2] = {};
-#pragma unroll 6
-    for (int k = half * kSteps / 2; k < (half + 1) * kSteps / 2; ++k) {
-      u32 a[4], b[4];
-      load_matrices(q_at + k * 32, a);
-      load_matrices(k_at + k * 32, b);
-      mma(score[0], a, b[0], b[1]);
-      mma(score[1], a, b[2], b[3]);
-    }
+    for (int line = warp; line < used; line += kWarps)
+      copy_line(query_lines, line,
+                takes(line) ? queries + (long long)(line0 + line) * kWidth : nullptr);
 #pragma unroll
-    for (int turn = 1; turn >= 0; --turn) {
-      if (half == turn) {
+    for (int i = 0; i < HALVES; ++i) load(i);
+    float4 sum[LINES / 16][kColumns / 8] = {};
+    float greatest = -__int_as_float(0x7f800000), total = 0.0f;  // of a line, in its lanes
+    for (int t = 0; t < tiles; ++t) {
+      if (t == 0 || HALVES == 2) {
+        wait_copies<HALVES - 2>();
+        __syncthreads();
+      }
+
+      const int lines0 = warp % 4 / kKeyGroups * kScoreLines, keys0 = warp % kKeyGroups * kScoreKeys;
+      if (lines0 < used) {
+        constexpr int kSteps = kWidth / 16;
+        const int half = warp / 4, begin = half * kSteps / 2, stop = (half + 1) * kSteps / 2;
+        const u32 q_at = query_lines + (lines0 + (lane & 15)) * kLine;
+        const u32 k_at = ring + (2 * t + keys0 / 32) % HALVES * kHalf +
+                         (keys0 % 32 + (lane & 7) + ((lane >> 4) << 3)) * kLine;
+        const u32 q_flip = flip(lane, lane >> 4), k_flip = flip(lane, (lane >> 3) & 1);
+        float4 score[kScoreLines / 16][kScoreKeys / 8] = {};
+#pragma unroll 3
+        for (int k = begin; k < stop; ++k) {
+          u32 a[kScoreLines / 16][4], b[kScoreKeys / 16][4];
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          float* low = scores + (lane >> 2) * kScoreLine + keys16 + t * 8 + (lane & 3) * 2;
-          float* high = low + 8 * kScoreLine;
-          float4 v = score[t];
-          if (turn == 0) {
-            v = add(v, make_float4(low[0], low[1], high[0], high[1]));
-            v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+          for (int m = 0; m < kScoreLines / 16; ++m)
+            load_matrices(q_at + m * 16 * kLine + (k * 32 ^ q_flip), a[m]);
+#pragma unroll
+          for (int n = 0; n < kScoreKeys / 16; ++n)
+            load_matrices(k_at + n * 16 * kLine + (k * 32 ^ k_flip), b[n]);
+#pragma unroll
+          for (int m = 0; m < kScoreLines / 16; ++m)
+#pragma unroll
+            for (int n = 0; n < kScoreKeys / 8; ++n)
+              mma(score[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+        }
+#pragma unroll
+        for (int m = 0; m < kScoreLines / 16; ++m)
+#pragma unroll
+          for (int n = 0; n < kScoreKeys / 8; ++n) {
+            float* low = scores[half][lines0 + m * 16 + (lane >> 2)] + keys0 + n * 8 + (lane & 3) * 2;
+            const float4 v = score[m][n];
+            *reinterpret_cast<float2*>(low) = make_float2(v.x, v.y);
+            *reinterpret_cast<float2*>(low + 8 * kScoreLine) = make_float2(v.z, v.w);
           }
-          low[0] = v.x, low[1] = v.y, high[0] = v.z, high[1] = v.w;
+      }
+      __syncthreads();
+
+      // A line has kLanes lanes, each some keys that lie side by side: sums are one tree, of
+      // neighbours, whatever their number.
+      const int line = threadIdx.x / kLanes, part_of_line = threadIdx.x % kLanes;
+      if (line < used) {
+        const int key0 = part_of_line * kEach, there = count - t * kKeys - key0;
+        float w[kEach], added[kEach], tallest = greatest;
+#pragma unroll
+        for (int j = 0; j < kEach; j += 4) {
+          const float4 v = add(*reinterpret_cast<const float4*>(scores[0][line] + key0 + j),
+                               *reinterpret_cast<const float4*>(scores[1][line] + key0 + j));
+          w[j] = v.x * scale, w[j + 1] = v.y * scale, w[j + 2] = v.z * scale, w[j + 3] = v.w * scale;
+        }
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)
+          if (j < there) tallest = fmaxf(tallest, w[j]);
+#pragma unroll
+        for (int d = 1; d < kLanes; d *= 2)
+          tallest = fmaxf(tallest, __shfl_xor_sync(~0u, tallest, d));
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)  // a NaN stays one
+          added[j] = w[j] = j < there ? expf(w[j] - tallest) : 0.0f;
+#pragma unroll
+        for (int d = 1; d < kEach; d *= 2)
+#pragma unroll
+          for (int j = 0; j < kEach; j += 2 * d) added[j] += added[j + d];
+#pragma unroll
+        for (int d = 1; d < kLanes; d *= 2) added[0] += __shfl_xor_sync(~0u, added[0], d);
+        const float factor = expf(greatest - tallest);
+        total = fmaf(total, factor, added[0]), greatest = tallest;
+        if (part_of_line == 0) factors[line] = factor;
+        __syncwarp();  // all of its scores are read
+        char* to = score_lines + line * kWeightLine + key0 * 2;
+#pragma unroll
+        for (int j = 0; j < kEach; j += 4) {
+          const u32 one = pack_bf16(w[j], w[j + 1]), two = pack_bf16(w[j + 2], w[j + 3]);
+          *reinterpret_cast<uint2*>(to + j * 2) = make_uint2(one, two);
+          *reinterpret_cast<uint2*>(to + j * 2 + kKeys * 2) =
+              make_uint2(pack_bf16(w[j] - bf16_low(one), w[j + 1] - bf16_high(one)),
+                         pack_bf16(w[j + 2] - bf16_low(two), w[j + 3] - bf16_high(two)));
         }
       }
       __syncthreads();
-    }
 
-    // A warp has some lines; a lane the keys `lane` and `lane` + 32.
+      // Values: a warp has C / 8 columns of all lines.
+      if (t) {
+        float grown[LINES / 16][2];
+        bool any = false;
 #pragma unroll
-    for (int line = warp; line < 16; line += kWarps) {
-      float s[2], weight[2];
-      const float none = -__int_as_float(0x7f800000);
+        for (int m = 0; m < LINES / 16; ++m)
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-        s[j] = lane + 32 * j < count ? scores[line * kScoreLine + lane + 32 * j] : none;
-      // A NaN among the scores must show: fmaxf would drop it.
-      float greatest = s[0] > s[1] || s[0] != s[0] ? s[0] : s[1];
+          for (int h = 0; h < 2; ++h) {
+            grown[m][h] = factors[m * 16 + h * 8 + (lane >> 2)];
+            any |= grown[m][h] != 1.0f;
+          }
+        if (__any_sync(~0u, any)) {
 #pragma unroll
-      for (int d = 16; d; d /= 2) {
-        const float other = __shfl_xor_sync(~0u, greatest, d);
-        greatest = other > greatest || other != other ? other : greatest;
-      }
-      float total = 0.0f;
+          for (int m = 0; m < LINES / 16; ++m)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        weight[j] = lane + 32 * j < count ? expf(s[j] - greatest) : 0.0f;
-        total += weight[j];
-        const u32 high = pack_bf16(weight[j], 0.0f);
-        char* to = weights + line * kWeightLine + (lane + 32 * j) * 2;
-        *reinterpret_cast<u16*>(to) = high;
-        *reinterpret_cast<u16*>(to + 16 * kWeightLine) =
-            pack_bf16(weight[j] - bf16_low(high), 0.0f);
-      }
-#pragma unroll
-      for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
-      if (lane == 0 && row_of(line) >= 0) {
-        float* to = scales + place_of(line) * 2;
-        to[0] = greatest, to[1] = total;
-      }
-    }
-    __syncthreads();
-
-    // Values: a warp has C / 4 columns.
-    float4 sum[kColumns / 8] = {};
-    const u32 w_at = smem_addr(weights) + (lane & 15) * kWeightLine + (lane >> 4) * 16;
-    const u32 v_at = smem_addr(key_lines) + ((lane & 7) + ((lane >> 3) & 1) * 8) * kLine +
-                     (warp * kColumns + (lane >> 4) * 8) * 2;
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-      u32 high[4], low[4];
-      load_matrices(w_at + k * 32, high);
-      load_matrices(w_at + k * 32 + 16 * kWeightLine, low);
-#pragma unroll
-      for (int t = 0; t < kColumns / 8; t += 2) {
-        u32 b[4];
-        load_matrices_transposed(v_at + k * 16 * kLine + t * 16, b);
-        mma(sum[t], high, b[0], b[1]);
-        mma(sum[t], low, b[0], b[1]);
-        if (t + 1 < kColumns / 8) {
-          mma(sum[t + 1], high, b[2], b[3]);
-          mma(sum[t + 1], low, b[2], b[3]);
+            for (int c = 0; c < kColumns / 8; ++c) {
+              sum[m][c].x *= grown[m][0], sum[m][c].y *= grown[m][0];
+              sum[m][c].z *= grown[m][1], sum[m][c].w *= grown[m][1];
+            }
         }
       }
-    }
+      auto half_of_values = [&](int h) {
+        const u32 v_at = ring + (2 * t + h) % HALVES * kHalf;
+        if (used <= 16)
+          add_values<1>(sum, weights + h * kKeys, v_at);
+        else
+          add_values<LINES / 16>(sum, weights + h * kKeys, v_at);
+      };
+      half_of_values(0);
+      if (HALVES == 3) {
+        __syncthreads();
+        load(2 * t + 3);
+      }
+      half_of_values(1);
+      if (HALVES > 2) wait_copies<0>();
+      __syncthreads();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int line = half * 8 + (lane >> 2);
-      if (row_of(line) < 0) continue;
-      float* to = parts + place_of(line) * C + warp * kColumns + (lane & 3) * 2;
-#pragma unroll
-      for (int t = 0; t < kColumns / 8; ++t)
-        *reinterpret_cast<float2*>(to + t * 8) =
-            half ? make_float2(sum[t].z, sum[t].w) : make_float2(sum[t].x, sum[t].y);
+      for (int i = HALVES + HALVES % 2; i < HALVES + 2; ++i) load(2 * t + i);
     }
-    __syncthreads();  // before the next queries take the weights' place
+
+    const int line = threadIdx.x / kLanes;
+    if (threadIdx.x % kLanes == 0 && takes(line))
+      *reinterpret_cast<float2*>(scales + place_of(line) * 2) = make_float2(greatest, total);
+#pragma unroll
+    for (int m = 0; m < LINES / 16; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int line = m * 16 + h * 8 + (lane >> 2);
+        if (!takes(line)) continue;
+        float* to = parts + place_of(line) * C + warp * kColumns + (lane & 3) * 2;
+#pragma unroll
+        for (int c = 0; c < kColumns / 8; ++c)
+          *reinterpret_cast<float2*>(to + c * 8) =
+              h ? make_float2(sum[m][c].z, sum[m][c].w) : make_float2(sum[m][c].x, sum[m][c].y);
+      }
   }
 }
