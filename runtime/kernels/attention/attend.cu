@@ -14,107 +14,13 @@
 //
 // Compile-time: HEADS, C (a multiple of 64), R; C + R a multiple of 16; SPANS; LINES (16, 32, 64);
 // HALVES of a tile in shared memory (2, 3, 4): those past 2 are the next tile's.
-#include "attention/spans.cuh"
-#include "attention/warpgroup.cuh"
+#include "attention/products.cuh"
 
-#if defined(WARPGROUP_MMA) && LINES == 64 && C == 512 && R % 32 == 0
-#define WARPGROUPS 1  // two, each with half of the sums' columns
-constexpr bool kWarpgroups = true;
-#else
-constexpr bool kWarpgroups = false;
-#endif
-constexpr int kWidth = C + R;
-constexpr int kBlocks = (kWidth + 63) / 64;            // of a line: 64 values, 128 bytes
-constexpr int kLine = kBlocks * 128;                   // bytes
-constexpr int kScoreLine = kKeys + 4;                  // floats
-constexpr int kWeightLine = kScoreLine * 4;            // bytes: high halves, then low ones
-constexpr int kWarps = 8, kThreads = kWarps * 32;
-// Of the sums a warp has all lines of some columns, in warpgroups 16 lines of half the columns.
-constexpr int kColumns = kWarpgroups ? C / 2 : C / kWarps, kSumLines = kWarpgroups ? 16 : LINES;
-constexpr int kHalf = kKeys / 2 * kLine;
-// Scores: half of the warps have half of C + R each; of lines and keys a warp has these.
-constexpr int kKeyGroups = kWarpgroups ? 1 : LINES == 64 ? 2 : 4, kLineGroups = 4 / kKeyGroups;
-constexpr int kScoreLines = LINES / kLineGroups, kScoreKeys = kKeys / kKeyGroups;
 constexpr int kLanes = kThreads / LINES, kEach = kKeys / kLanes;  // of a line's softmax
 constexpr int kChunks = (HEADS + LINES - 1) / LINES, kTails = 2 * kChunks;  // of a row's window
 static_assert(LINES <= 32 * HEADS, "a lane for each row");
 
 extern __shared__ __align__(1024) char smem[];
-
-// What was copied, before a barrier, for MMAs after it.
-__device__ __forceinline__ void show_copies() {
-#ifdef WARPGROUPS
-  fence_for_mma();
-#endif
-}
-
-// N lines lie in blocks of 64 values, a block's lines one behind the other. Its chunks of 16 bytes
-// are swapped, so that the rows of a matrix lie in all banks.
-__device__ __forceinline__ u32 flip(int line, int chunk) { return ((chunk ^ line) & 7) << 4; }
-template <int N>
-__device__ __forceinline__ u32 chunk_at(int line, int chunk) {
-  return (chunk >> 3) * (N * 128) + line * 128 + flip(line, chunk);
-}
-
-// A line of C + R values into shared memory by a warp; zeros for none.
-template <int N>
-__device__ __forceinline__ void copy_line(u32 lines, int line, const u16* from) {
-#pragma unroll
-  for (int c = threadIdx.x & 31; c < kWidth / 8; c += 32) {
-    const u32 to = lines + chunk_at<N>(line, c);
-    if (from)
-      copy16_l2(to, from + c * 8);
-    else
-      store_shared_f4(to, make_float4(0, 0, 0, 0));
-  }
-}
-
-// Weights times values of half a tile, of the first M * 16 of a warp's lines.
-template <int M>
-__device__ __forceinline__ void add_values(float4 (&sum)[kSumLines / 16][kColumns / 8], u32 weights,
-                                           u32 values) {
-  const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const u32 w_at = weights + (lane & 15) * kWeightLine + (lane >> 4) * 16;
-#ifdef WARPGROUPS
-    u32 high[2][4], low[2][4];
-    const u64 v_at = describe_lines(values + warp / 4 * 4 * (32 * 128), 32 * 128);
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      load_matrices(w_at + warp % 4 * 16 * kWeightLine + k * 32, high[k]);
-      load_matrices(w_at + warp % 4 * 16 * kWeightLine + k * 32 + kKeys * 2, low[k]);
-    }
-    begin_mmas();
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      mma_async_values(sum[0], high[k], v_at + (k * 16 * 128 >> 4));
-      mma_async_values(sum[0], low[k], v_at + (k * 16 * 128 >> 4));
-    }
-    commit_mmas();
-    settle(sum);
-#else
-#pragma unroll
-  for (int k = 0; k < 2; ++k) {
-    u32 b[(kColumns + 15) / 16][4];
-#pragma unroll
-    for (int c = 0; c < kColumns / 8; c += 2)
-      load_matrices_transposed(
-          values + chunk_at<32>(k * 16 + (lane & 15), warp * (kColumns / 8) + c + (lane >> 4)),
-          b[c / 2]);
-#pragma unroll
-    for (int m = 0; m < M; ++m) {
-      u32 high[4], low[4];
-      load_matrices(w_at + m * 16 * kWeightLine + k * 32, high);
-      load_matrices(w_at + m * 16 * kWeightLine + k * 32 + kKeys * 2, low);
-#pragma unroll
-      for (int c = 0; c < kColumns / 8; ++c)
-        mma(sum[m][c], high, b[c / 2][c % 2 * 2], b[c / 2][c % 2 * 2 + 1]);
-#pragma unroll
-      for (int c = 0; c < kColumns / 8; ++c)
-        mma(sum[m][c], low, b[c / 2][c % 2 * 2], b[c / 2][c % 2 * 2 + 1]);
-    }
-  }
-#endif
-}
 
 // queries bf16 [rows, HEADS, C + R];  keys bf16 [slots, C + R]
 // positions, prefix, counts int32 [rows]: a row with count 0 reads nothing
@@ -176,7 +82,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
     auto load = [&](int i) {  // half a tile
       if (i < 2 * tiles) {
         const u32 to = ring + i % HALVES * kHalf;
-#pragma unroll
+#pragma unroll 2
         for (int r = warp; r < kKeys / 2; r += kWarps) {
           const int k = i * (kKeys / 2) + r;
           const long long slot = k >= count ? -1 : tail ? slots[k] : first + k;
@@ -191,7 +97,7 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
                 takes(line) ? queries + (long long)(line0 + line) * kWidth : nullptr);
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) load(i);
-    float4 sum[kSumLines / 16][kColumns / 8] = {};
+    Sums sum = {};
     float greatest = -__int_as_float(0x7f800000), total = 0.0f;  // of a line, in its lanes
     for (int t = 0; t < tiles; ++t) {
       if (t == 0 || HALVES == 2) {
@@ -200,58 +106,8 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
         __syncthreads();
       }
 
-      const int lines0 = warp % 4 / kKeyGroups * kScoreLines, keys0 = warp % kKeyGroups * kScoreKeys;
-      if (kWarpgroups || lines0 < used) {
-        constexpr int kSteps = kWidth / 16;
-        const int half = warp / 4, begin = half * kSteps / 2;
-        float4 score[kScoreLines / 16][kScoreKeys / 8] = {};
-#ifdef WARPGROUPS
-          const u64 q_at = describe_lines(query_lines, 0);
-          const u64 low = describe_lines(ring + 2 * t % HALVES * kHalf, 0);
-          const u64 high = describe_lines(ring + (2 * t + 1) % HALVES * kHalf, 0);
-          float4(&c)[8] = score[0];
-          begin_mmas();
-#pragma unroll
-          for (int i = 0; i < kSteps / 2; ++i) {
-            const int k = begin + i;
-            const u32 q_k = (k / 4 * (LINES * 128) + k % 4 * 32) >> 4;
-            const u32 k_k = (k / 4 * (kKeys / 2 * 128) + k % 4 * 32) >> 4;
-            mma_async_scores(c[0], c[1], c[2], c[3], q_at + q_k, low + k_k);
-            mma_async_scores(c[4], c[5], c[6], c[7], q_at + q_k, high + k_k);
-          }
-          commit_mmas();
-          settle(score);
-#else
-        const u32 q_at = query_lines + (lines0 + (lane & 15)) * 128;
-        const u32 k_at = ring + (2 * t + keys0 / 32) % HALVES * kHalf +
-                         (keys0 % 32 + (lane & 7) + ((lane >> 4) << 3)) * 128;
-        const u32 q_flip = flip(lane, lane >> 4), k_flip = flip(lane, (lane >> 3) & 1);
-#pragma unroll 3
-        for (int k = begin; k < (half + 1) * kSteps / 2; ++k) {
-          const u32 q_k = q_at + k / 4 * (LINES * 128) + (k % 4 * 32 ^ q_flip);
-          const u32 k_k = k_at + k / 4 * (kKeys / 2 * 128) + (k % 4 * 32 ^ k_flip);
-          u32 a[kScoreLines / 16][4], b[kScoreKeys / 16][4];
-#pragma unroll
-          for (int m = 0; m < kScoreLines / 16; ++m) load_matrices(q_k + m * 16 * 128, a[m]);
-#pragma unroll
-          for (int n = 0; n < kScoreKeys / 16; ++n) load_matrices(k_k + n * 16 * 128, b[n]);
-#pragma unroll
-          for (int m = 0; m < kScoreLines / 16; ++m)
-#pragma unroll
-            for (int n = 0; n < kScoreKeys / 8; ++n)
-              mma(score[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
-        }
-#endif
-#pragma unroll
-        for (int m = 0; m < kScoreLines / 16; ++m)
-#pragma unroll
-          for (int n = 0; n < kScoreKeys / 8; ++n) {
-            float* low = scores[half][lines0 + m * 16 + (lane >> 2)] + keys0 + n * 8 + (lane & 3) * 2;
-            const float4 v = score[m][n];
-            *reinterpret_cast<float2*>(low) = make_float2(v.x, v.y);
-            *reinterpret_cast<float2*>(low + 8 * kScoreLine) = make_float2(v.z, v.w);
-          }
-      }
+      const u32 low = ring + 2 * t % HALVES * kHalf, high = ring + (2 * t + 1) % HALVES * kHalf;
+      make_scores(scores, query_lines, low, high, used);
       __syncthreads();
 
       // A line has kLanes lanes, each some keys that lie side by side: sums are one tree, of
@@ -318,19 +174,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
             }
         }
       }
-      auto half_of_values = [&](int h) {
-        const u32 v_at = ring + (2 * t + h) % HALVES * kHalf;
-        if (kSumLines == 16 || used <= 16)
-          add_values<1>(sum, weights + h * kKeys, v_at);
-        else
-          add_values<kSumLines / 16>(sum, weights + h * kKeys, v_at);
-      };
-      half_of_values(0);
-      if (HALVES == 3) {
-        __syncthreads();
-        load(2 * t + 3);
-      }
-      half_of_values(1);
+      add_values(sum, weights, low, high, used, [&] {
+        if (HALVES == 3) {
+          __syncthreads();
+          load(2 * t + 3);
+        }
+      });
       if (HALVES > 2) wait_copies<0>(), show_copies();
       __syncthreads();
 #pragma unroll

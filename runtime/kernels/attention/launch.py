@@ -119,8 +119,11 @@ def queries(
     """q bf16 [T, H (nope + R)] → bf16 [T, H, C + R]."""
     rows, width = len(q), shape.kv_lora + shape.rope
     out = torch.empty(rows, shape.heads, width, dtype=torch.bfloat16, device=q.device)
-    grid = shape.heads, -(-rows // 40), shape.kv_lora // 64
-    args = (q, kv_b, rows, positions, *tables, out)
+    columns, sms = shape.heads * (shape.kv_lora // 64), gpu(q.device.index).sms
+    # As few a block as make two blocks an SM; all of a block's take turns.
+    most = next((n for n in (8, 16, 24, 32) if columns * -(-rows // n) <= 2 * sms), 40)
+    grid = shape.heads, -(-rows // most), shape.kv_lora // 64
+    args = (q, kv_b, rows, most, positions, *tables, out)
     launch("attention/queries", shape.macros["queries"], grid, 128, args)
     return out
 
