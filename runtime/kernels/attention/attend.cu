@@ -5,9 +5,9 @@
 // have the same keys, whose slots are their positions. Or it has a part of one row's window, whose
 // slots a list has. So a drafted row reads the same values in the same order as a committed one.
 //
-// A part goes tile by tile, as in flash attention: weights are exp(score - greatest so far), and
-// sums are scaled when the greatest grows. A score is two MMA chains, over the halves of C + R; the
-// weights of the softmax go to the tensor core as two bf16, which together hold 16 bits of each.
+// A part goes tile by tile, as in flash attention: weights are 2^(score - greatest so far), and sums
+// are scaled when the greatest grows. A score is two MMA chains, over the first 32 of every 64 values
+// and over the others; the weights go to the tensor core as two bf16, which hold 16 bits of each.
 // Other lines, LINES and HALVES move work and no bit.
 //
 // Keys that are not there are zeros with weight zero: a slot that is not read may hold NaN.
@@ -16,6 +16,7 @@
 // HALVES of a tile in shared memory (2, 3, 4): those past 2 are the next tile's.
 #include "attention/products.cuh"
 
+constexpr int kEights = kKeys / 2 / kWarps;  // lines of half a tile that a warp copies
 constexpr int kLanes = kThreads / LINES, kEach = kKeys / kLanes;  // of a line's softmax
 constexpr int kChunks = (HEADS + LINES - 1) / LINES, kTails = 2 * kChunks;  // of a row's window
 static_assert(LINES <= 32 * HEADS, "a lane for each row");
@@ -26,6 +27,7 @@ extern __shared__ __align__(1024) char smem[];
 // positions, prefix, counts int32 [rows]: a row with count 0 reads nothing
 // windows int32 [rows, window];  parts fp32 [rows, most, HEADS, C]: sums, not yet divided
 // scales  fp32 [rows, most, HEADS, 2]: the greatest score, and the sum of weights
+// scale   of a score, times log2 e
 // grid rows * kTails + spans there may be * ceil(rows * HEADS / LINES), x 256
 extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 2 ? 2 : 1)
     attention_attend(const u16* queries, const u16* keys, const int* positions, const int* prefix,
@@ -45,12 +47,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
   // Of row `row0 + lane` the keys of this part, from a position on.
   int from = 0, here = 0, part = span;
   if ((row0 + lane) * HEADS < line0 + lines && counts[row0 + lane] != 0) {
-    const int below = prefix[row0 + lane], shift = span_shift(below);
+    const int below = prefix[row0 + lane], size = span_size(below);
     if (tail) {
       from = below + span * kKeys, here = min(kKeys, positions[row0 + lane] - from + 1);
       part += spans_of(below);
     } else {
-      from = span * kKeys << shift, here = min(kKeys << shift, below - from);
+      from = span * size, here = min(size, below - from);
     }
   }
 
@@ -79,22 +81,33 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
     };
     const int tiles = (count + kKeys - 1) / kKeys;
     const int* slots = windows + (long long)row0 * window + span * kKeys;  // of a tail's keys
-    auto load = [&](int i) {  // half a tile
-      if (i < 2 * tiles) {
-        const u32 to = ring + i % HALVES * kHalf;
-#pragma unroll 2
-        for (int r = warp; r < kKeys / 2; r += kWarps) {
-          const int k = i * (kKeys / 2) + r;
-          const long long slot = k >= count ? -1 : tail ? slots[k] : first + k;
-          copy_line<kKeys / 2>(to, r, slot < 0 ? nullptr : keys + slot * kWidth);
+    auto load = [&](int half) {  // of a tile
+      if (half < 2 * tiles) {
+        const u32 to = lane_at<kKeys / 2>(ring) + half % HALVES * kHalf;
+        const int k0 = half * (kKeys / 2) + warp;
+        const u16* from = keys + (long long)(first + k0) * kWidth;
+        if (!tail) {
+#pragma unroll
+          for (int i = 0; i < kEights; ++i) copy_line<kKeys / 2>(to, i, from + i * kWarps * kWidth);
+        } else {
+#pragma unroll 1
+          for (int i = 0; i < kEights; ++i) {
+            const int k = k0 + i * kWarps;
+            if (k < count)
+              copy_line<kKeys / 2>(to, i, keys + (long long)slots[k] * kWidth);
+            else
+              clear_line<kKeys / 2>(to, i);
+          }
         }
       }
       commit_copies();
     };
 
-    for (int line = warp; line < used; line += kWarps)
-      copy_line<LINES>(query_lines, line,
-                takes(line) ? queries + (long long)(line0 + line) * kWidth : nullptr);
+#pragma unroll
+    for (int i = 0; i < LINES / kWarps; ++i)
+      if (i * kWarps + warp < lines)
+        copy_line<LINES>(lane_at<LINES>(query_lines), i,
+                         queries + (long long)(line0 + i * kWarps + warp) * kWidth);
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) load(i);
     Sums sum = {};
@@ -131,14 +144,14 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
           tallest = fmaxf(tallest, __shfl_xor_sync(~0u, tallest, d));
 #pragma unroll
         for (int j = 0; j < kEach; ++j)  // a NaN stays one
-          added[j] = w[j] = j < there ? expf(w[j] - tallest) : 0.0f;
+          added[j] = w[j] = j < there ? power_of_2(w[j] - tallest) : 0.0f;
 #pragma unroll
         for (int d = 1; d < kEach; d *= 2)
 #pragma unroll
           for (int j = 0; j < kEach; j += 2 * d) added[j] += added[j + d];
 #pragma unroll
         for (int d = 1; d < kLanes; d *= 2) added[0] += __shfl_xor_sync(~0u, added[0], d);
-        const float factor = expf(greatest - tallest);
+        const float factor = power_of_2(greatest - tallest);
         total = fmaf(total, factor, added[0]), greatest = tallest;
         if (part_of_line == 0) factors[line] = factor;
         __syncwarp();  // all of its scores are read

@@ -1,5 +1,6 @@
 """The launches of MLA over the latent cache."""
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from kconvert.runtime.kernels.gpu import Gpu, gpu, launch
 from kconvert.runtime.kernels.linear.launch import linear_heads
 
 KEYS = 64  # of a tile; a prefix's boundary is a multiple of it
-SPANS = 128  # of a row's prefix at most: a span is as few tiles as that takes
+SPANS = 64  # of a row's prefix at most: a span is as few tiles as that takes
 TAILS = 2  # parts of a row's window
 GROUP = 8  # parts that a warp of merge adds
 _WORKSPACE = 640 << 20  # bytes of parts at once
@@ -154,7 +155,7 @@ def attend(
         launch(
             "attention/attend", made.macros(shape), (made.grid(shape, rows, parts),), 256,
             (queries[part], keys, positions[part], prefix[part], counts[part], windows[part],
-             windows.shape[1], scale, most, rows, sums, scales),
+             windows.shape[1], scale * math.log2(math.e), most, rows, sums, scales),
             shared=made.shared(shape),
         )  # fmt: skip
         warps = -(-most // GROUP)

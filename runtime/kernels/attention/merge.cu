@@ -1,5 +1,5 @@
 // A row's parts, added: groups of 8 parts, each from its first to its last, then the groups from the
-// first to the last. The result is sum of w p over sum of w l, w = exp(m - greatest).
+// first to the last. The result is sum of w p over sum of w l, w = 2^(m - greatest).
 //
 // Compile-time: HEADS, C, SPANS, WARPS (as many groups as there may be).
 #include "attention/spans.cuh"
@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int w = 0; w < WARPS; ++w) greatest = greater(greatest, best[w]);
 
-  const float weight = expf(mine.x - greatest);
+  const float weight = power_of_2(mine.x - greatest);
   float4 v = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   float t = 0.0f;
 #pragma unroll

@@ -45,27 +45,28 @@ __device__ __forceinline__ void show_copies() {
 #endif
 }
 
-// The first `used` queries times a tile's keys, whose halves lie at low and high: scores, of either
-// half of C + R.
+// The first `used` queries times a tile's keys, whose halves lie at low and high: scores, of the
+// first 32 of every 64 values by one half of the warps, of the others by the other.
 __device__ __forceinline__ void make_scores(float (*scores)[LINES][kScoreLine], u32 queries, u32 low,
                                             u32 high, int used) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = warp / 4;
   const int line0 = warp % 4 / kKeyGroups * kScoreLines, key0 = warp % kKeyGroups * kScoreKeys;
-  const int begin = half * kSteps / 2;
   float4 score[kScoreLines / 16][kScoreKeys / 8] = {};
 #ifdef WARPGROUPS
-  const u64 q_at = describe_lines(queries, 0);
-  const u64 low_at = describe_lines(low, 0), high_at = describe_lines(high, 0);
+  const u64 q_at = describe_lines(queries + half * 64, 0);
+  const u64 low_at = describe_lines(low + half * 64, 0);
+  const u64 high_at = describe_lines(high + half * 64, 0);
   float4(&c)[8] = score[0];
   begin_mmas();
 #pragma unroll
-  for (int i = 0; i < kSteps / 2; ++i) {
-    const int k = begin + i;
-    const u32 q_k = (k / 4 * (LINES * 128) + k % 4 * 32) >> 4;
-    const u32 k_k = (k / 4 * (kKeys / 2 * 128) + k % 4 * 32) >> 4;
-    mma_async_scores(c[0], c[1], c[2], c[3], q_at + q_k, low_at + k_k);
-    mma_async_scores(c[4], c[5], c[6], c[7], q_at + q_k, high_at + k_k);
-  }
+  for (int block = 0; block < kBlocks; ++block)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const u64 q = q_at + (block * (LINES * 128) + j * 32 >> 4);
+      const u32 k = block * (kKeys / 2 * 128) + j * 32 >> 4;
+      mma_async_scores(c[0], c[1], c[2], c[3], q, low_at + k);
+      mma_async_scores(c[4], c[5], c[6], c[7], q, high_at + k);
+    }
   commit_mmas();
   settle(score);
 #else
@@ -74,10 +75,12 @@ __device__ __forceinline__ void make_scores(float (*scores)[LINES][kScoreLine], 
   const u32 k_at = (key0 < kKeys / 2 ? low : high) +
                    (key0 % (kKeys / 2) + (lane & 7) + ((lane >> 4) << 3)) * 128;
   const u32 q_flip = flip(lane, lane >> 4), k_flip = flip(lane, (lane >> 3) & 1);
-#pragma unroll 3
-  for (int k = begin; k < (half + 1) * kSteps / 2; ++k) {
-    const u32 q_k = q_at + k / 4 * (LINES * 128) + (k % 4 * 32 ^ q_flip);
-    const u32 k_k = k_at + k / 4 * (kKeys / 2 * 128) + (k % 4 * 32 ^ k_flip);
+#pragma unroll
+  for (int i = 0; i < 2 * kBlocks; ++i) {
+    const int block = i / 2, step = half * 2 + i % 2;
+    if (block * 4 + 4 > kSteps && block * 4 + step >= kSteps) continue;
+    const u32 q_k = q_at + (step * 32 ^ q_flip) + block * (LINES * 128);
+    const u32 k_k = k_at + (step * 32 ^ k_flip) + block * (kKeys / 2 * 128);
     u32 a[kScoreLines / 16][4], b[kScoreKeys / 16][4];
 #pragma unroll
     for (int m = 0; m < kScoreLines / 16; ++m) load_matrices(q_k + m * 16 * 128, a[m]);

@@ -189,7 +189,7 @@ SMALL, LARGE = Gpu("sm_120a", 100 * 1024, 188), Gpu("sm_90a", 228 * 1024, 132)
 @pytest.mark.parametrize(
     ("gpu", "rows", "slots", "made"),
     [(LARGE, 1, 2048, Form(16, 2)), (LARGE, 16, 2048, Form(32, 2)), (LARGE, 33, 2048, Form(64, 2)),
-     (LARGE, 1, 65536, Form(16, 4)), (LARGE, 4, 65536, Form(32, 4)), (LARGE, 8, 65536, Form(64, 3)),
+     (LARGE, 1, 65536, Form(16, 4)), (LARGE, 4, 65536, Form(16, 4)), (LARGE, 8, 65536, Form(32, 4)),
      (LARGE, 16, 65536, Form(64, 3)), (LARGE, 300, 65536, Form(64, 3)),
      (SMALL, 1, 65536, Form(16, 2)), (SMALL, 65, 65536, Form(16, 2))],
 )  # fmt: skip
