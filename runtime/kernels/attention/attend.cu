@@ -44,6 +44,19 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
   const int end = tail ? (block / kTails + 1) * HEADS : rows * HEADS;
   const int lines = min(LINES, end - line0), used = (lines + 15) / 16 * 16, row0 = line0 / HEADS;
 
+  const u32 ring = smem_addr(smem), query_lines = ring + HALVES * kHalf;
+#pragma unroll
+  for (int i = 0; i < LINES / kWarps; ++i)
+    if (i * kWarps + warp < lines)
+      copy_line<LINES>(lane_at<LINES>(query_lines), i,
+                       queries + (long long)(line0 + i * kWarps + warp) * kWidth);
+  int slots[2] = {0, 0};  // of a window's keys: `lane` and `lane` + 32
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int k = span * kKeys + h * (kKeys / 2) + lane;
+    if (tail && k < window) slots[h] = windows[(long long)row0 * window + k];
+  }
+
   // Of row `row0 + lane` the keys of this part, from a position on.
   int from = 0, here = 0, part = span;
   if ((row0 + lane) * HEADS < line0 + lines && counts[row0 + lane] != 0) {
@@ -56,7 +69,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
     }
   }
 
-  const u32 ring = smem_addr(smem), query_lines = ring + HALVES * kHalf;
   char* const score_lines = smem + HALVES * kHalf + LINES * kLine;
   float(*const scores)[LINES][kScoreLine] = reinterpret_cast<float(*)[LINES][kScoreLine]>(score_lines);
   float* const factors = scores[2][0];
@@ -80,7 +92,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
       return ((long long)row * most + place) * HEADS + (line0 + line) % HEADS;
     };
     const int tiles = (count + kKeys - 1) / kKeys;
-    const int* slots = windows + (long long)row0 * window + span * kKeys;  // of a tail's keys
     auto load = [&](int half) {  // of a tile
       if (half < 2 * tiles) {
         const u32 to = lane_at<kKeys / 2>(ring) + half % HALVES * kHalf;
@@ -90,11 +101,11 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
 #pragma unroll
           for (int i = 0; i < kEights; ++i) copy_line<kKeys / 2>(to, i, from + i * kWarps * kWidth);
         } else {
-#pragma unroll 1
+#pragma unroll
           for (int i = 0; i < kEights; ++i) {
-            const int k = k0 + i * kWarps;
-            if (k < count)
-              copy_line<kKeys / 2>(to, i, keys + (long long)slots[k] * kWidth);
+            const int slot = __shfl_sync(~0u, half ? slots[1] : slots[0], warp + i * kWarps);
+            if (k0 + i * kWarps < count)
+              copy_line<kKeys / 2>(to, i, keys + (long long)slot * kWidth);
             else
               clear_line<kKeys / 2>(to, i);
           }
@@ -103,11 +114,6 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
       commit_copies();
     };
 
-#pragma unroll
-    for (int i = 0; i < LINES / kWarps; ++i)
-      if (i * kWarps + warp < lines)
-        copy_line<LINES>(lane_at<LINES>(query_lines), i,
-                         queries + (long long)(line0 + i * kWarps + warp) * kWidth);
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) load(i);
     Sums sum = {};
@@ -215,4 +221,5 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
               h ? make_float2(sum[m][c].z, sum[m][c].w) : make_float2(sum[m][c].x, sum[m][c].y);
       }
   }
+  wait_all_copies();  // a block that had nothing to read has asked for queries
 }
