@@ -27,21 +27,21 @@ extern __shared__ __align__(1024) char smem[];
 // positions, prefix, counts int32 [rows]: a row with count 0 reads nothing
 // windows int32 [rows, window];  parts fp32 [rows, most, HEADS, C]: sums, not yet divided
 // scales  fp32 [rows, most, HEADS, 2]: the greatest score, and the sum of weights
-// scale   of a score, times log2 e
-// grid rows * kTails + spans there may be * ceil(rows * HEADS / LINES), x 256
+// scale   of a score, times log2 e;  spans: those that a row may have
+// grid spans * ceil(rows * HEADS / LINES) + rows * kTails, x 256: the longest first
 extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 2 ? 2 : 1)
     attention_attend(const u16* queries, const u16* keys, const int* positions, const int* prefix,
                      const int* counts, const int* windows, int window, float scale, int most,
-                     int rows, float* parts, float* scales) {
+                     int rows, int spans, float* parts, float* scales) {
   let_next_start();
   wait_for_previous();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int windowed = rows * kTails, groups = (rows * HEADS + LINES - 1) / LINES;
-  const int block = blockIdx.x, rest = block - windowed;
-  const bool tail = block < windowed;
-  const int span = tail ? block % 2 : rest / groups;
-  const int line0 = tail ? block / kTails * HEADS + block % kTails / 2 * LINES : rest % groups * LINES;
-  const int end = tail ? (block / kTails + 1) * HEADS : rows * HEADS;
+  const int groups = (rows * HEADS + LINES - 1) / LINES, rest = blockIdx.x - spans * groups;
+  const bool tail = rest >= 0;
+  const int span = tail ? rest % 2 : blockIdx.x / groups;
+  const int line0 =
+      tail ? rest / kTails * HEADS + rest % kTails / 2 * LINES : blockIdx.x % groups * LINES;
+  const int end = tail ? (rest / kTails + 1) * HEADS : rows * HEADS;
   const int lines = min(LINES, end - line0), used = (lines + 15) / 16 * 16, row0 = line0 / HEADS;
 
   const u32 ring = smem_addr(smem), query_lines = ring + HALVES * kHalf;

@@ -68,9 +68,9 @@ class Form:
         return self.halves * KEYS // 2 * line + self.lines * (line + 4 * scores)
 
     def grid(self, shape: AttentionShape, rows: int, parts: int) -> int:
-        """Blocks for windows, then for spans."""
+        """Blocks for spans, then for windows."""
         windows = rows * TAILS * -(-shape.heads // self.lines)
-        return windows + spans(parts) * -(-rows * shape.heads // self.lines)
+        return spans(parts) * -(-rows * shape.heads // self.lines) + windows
 
 
 def spans(parts: int) -> int:
@@ -155,7 +155,7 @@ def attend(
         launch(
             "attention/attend", made.macros(shape), (made.grid(shape, rows, parts),), 256,
             (queries[part], keys, positions[part], prefix[part], counts[part], windows[part],
-             windows.shape[1], scale * math.log2(math.e), most, rows, sums, scales),
+             windows.shape[1], scale * math.log2(math.e), most, rows, spans(parts), sums, scales),
             shared=made.shared(shape),
         )  # fmt: skip
         warps = -(-most // GROUP)

@@ -75,22 +75,34 @@ __device__ __forceinline__ void make_scores(float (*scores)[LINES][kScoreLine], 
   const u32 k_at = (key0 < kKeys / 2 ? low : high) +
                    (key0 % (kKeys / 2) + (lane & 7) + ((lane >> 4) << 3)) * 128;
   const u32 q_flip = flip(lane, lane >> 4), k_flip = flip(lane, (lane >> 3) & 1);
-#pragma unroll
-  for (int i = 0; i < 2 * kBlocks; ++i) {
-    const int block = i / 2, step = half * 2 + i % 2;
-    if (block * 4 + 4 > kSteps && block * 4 + step >= kSteps) continue;
+  // Operands are asked for some steps ahead: an MMA waits for the one before it alone.
+  constexpr int kAhead = LINES == 64 ? 0 : 2, kTurns = 2 * kBlocks;
+  u32 a[kAhead + 1][kScoreLines / 16][4], b[kAhead + 1][kScoreKeys / 16][4];
+  auto there = [&](int i) {
+    return i < kTurns && (i / 2 * 4 + 4 <= kSteps || i / 2 * 4 + half * 2 + i % 2 < kSteps);
+  };
+  auto ask = [&](int i) {
+    if (!there(i)) return;
+    const int to = i % (kAhead + 1), block = i / 2, step = half * 2 + i % 2;
     const u32 q_k = q_at + (step * 32 ^ q_flip) + block * (LINES * 128);
     const u32 k_k = k_at + (step * 32 ^ k_flip) + block * (kKeys / 2 * 128);
-    u32 a[kScoreLines / 16][4], b[kScoreKeys / 16][4];
 #pragma unroll
-    for (int m = 0; m < kScoreLines / 16; ++m) load_matrices(q_k + m * 16 * 128, a[m]);
+    for (int m = 0; m < kScoreLines / 16; ++m) load_matrices(q_k + m * 16 * 128, a[to][m]);
 #pragma unroll
-    for (int n = 0; n < kScoreKeys / 16; ++n) load_matrices(k_k + n * 16 * 128, b[n]);
+    for (int n = 0; n < kScoreKeys / 16; ++n) load_matrices(k_k + n * 16 * 128, b[to][n]);
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) ask(i);
+#pragma unroll
+  for (int i = 0; i < kTurns; ++i) {
+    ask(i + kAhead);
+    if (!there(i)) continue;
+    const int of = i % (kAhead + 1);
 #pragma unroll
     for (int m = 0; m < kScoreLines / 16; ++m)
 #pragma unroll
       for (int n = 0; n < kScoreKeys / 8; ++n)
-        mma(score[m][n], a[m], b[n / 2][n % 2 * 2], b[n / 2][n % 2 * 2 + 1]);
+        mma(score[m][n], a[of][m], b[of][n / 2][n % 2 * 2], b[of][n / 2][n % 2 * 2 + 1]);
   }
 #endif
 #pragma unroll
