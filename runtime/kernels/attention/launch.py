@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kconvert.runtime.kernels.gpu import Gpu, gpu, launch
+from kconvert.runtime.kernels.gpu import Gpu, gpu, launch, tensor_map
 from kconvert.runtime.kernels.linear.launch import linear_heads
 
 KEYS = 64  # of a tile; a prefix's boundary is a multiple of it
@@ -65,12 +65,13 @@ class Form:
         """Dynamic shared memory of a block, in bytes."""
         line = -(-(shape.kv_lora + shape.rope) * 2 // 128) * 128
         scores = 2 * (KEYS + 4) + 1  # floats a line
-        return self.halves * KEYS // 2 * line + self.lines * (line + 4 * scores)
+        barriers = 8 * self.halves
+        return self.halves * KEYS // 2 * line + self.lines * (line + 4 * scores) + barriers
 
-    def grid(self, shape: AttentionShape, rows: int, parts: int) -> int:
-        """Blocks for spans, then for windows."""
+    def grid(self, shape: AttentionShape, rows: int, spans: int) -> int:
+        """Blocks for so many spans of each row, then for windows."""
         windows = rows * TAILS * -(-shape.heads // self.lines)
-        return spans(parts) * -(-rows * shape.heads // self.lines) + windows
+        return spans * -(-rows * shape.heads // self.lines) + windows
 
 
 def spans(parts: int) -> int:
@@ -80,17 +81,18 @@ def spans(parts: int) -> int:
 
 
 def form(shape: AttentionShape, rows: int, parts: int, gpu: Gpu) -> Form:
-    """As many lines a block as leave three blocks for four SMs: each reads a span's keys anew. Of
-    halves the next tile's too, where spans have more than one tile and there is room."""
-    room = gpu.shared_per_sm - 1024
+    """Each block reads its keys anew: as many lines a block as make three blocks for four SMs where
+    a cache is half full. Where blocks are many and have one tile each two share an SM, elsewhere a
+    block asks for its next tile ahead, if there is room."""
+    room, likely = gpu.shared_per_sm - 1024, min(SPANS, (parts - 1) // 2)
     for lines in (64, 32, 16):
-        ahead = (3 if lines == 64 else 4) if parts - 1 > SPANS else 2
-        fitting = [
-            made for made in (Form(lines, ahead), Form(lines, 2)) if made.shared(shape) <= room
-        ]
-        blocks = spans(parts) * -(-rows * shape.heads // lines)
-        enough = 4 * blocks >= 3 * gpu.sms and 2 * rows * shape.heads > lines
-        if fitting and (lines == 16 or (enough and lines <= 32 * shape.heads)):
+        groups = -(-rows * shape.heads // lines)
+        ahead = Form(lines, 3 if lines == 64 else 4)
+        many = parts - 1 <= SPANS and ahead.grid(shape, rows, likely) > gpu.sms
+        forms = [Form(lines, 2)] if many else [ahead, Form(lines, 2)]
+        fitting = [made for made in forms if made.shared(shape) <= room]
+        wanted = 4 * likely * groups >= 3 * gpu.sms and 2 * rows * shape.heads > lines
+        if fitting and (lines == 16 or (wanted and lines <= 32 * shape.heads)):
             return fitting[0]
     raise ValueError(f"a tile of {KEYS} keys of {shape.kv_lora} + {shape.rope} does not fit {gpu}")
 
@@ -153,9 +155,10 @@ def attend(
         scales = torch.empty(rows, most, heads, 2, device=queries.device)
         made = form(shape, rows, parts, gpu(queries.device.index))
         launch(
-            "attention/attend", made.macros(shape), (made.grid(shape, rows, parts),), 256,
-            (queries[part], keys, positions[part], prefix[part], counts[part], windows[part],
-             windows.shape[1], scale * math.log2(math.e), most, rows, spans(parts), sums, scales),
+            "attention/attend", made.macros(shape), (made.grid(shape, rows, spans(parts)),), 256,
+            (queries[part], keys, tensor_map(keys, 64, KEYS // 2), positions[part], prefix[part],
+             counts[part], windows[part], windows.shape[1], scale * math.log2(math.e), most, rows,
+             spans(parts), sums, scales),
             shared=made.shared(shape),
         )  # fmt: skip
         warps = -(-most // GROUP)

@@ -131,13 +131,15 @@ def test_linear(rows, arch):
 
 # form of attend -> registers on each GPU, 0 where it does not fit
 ATTEND = {
-    Form(16, 2): (126, 126, 118),
-    Form(16, 4): (163, 182, 0),
-    Form(32, 2): (168, 210, 0),
-    Form(32, 4): (172, 213, 0),
-    Form(64, 2): (254, 255, 0),
-    Form(64, 3): (254, 255, 0),
+    Form(16, 2): (127, 124, 127),
+    Form(16, 4): (198, 220, 0),
+    Form(32, 2): (180, 179, 0),
+    Form(32, 4): (182, 178, 0),
+    Form(64, 2): (215, 253, 0),
+    Form(64, 3): (215, 254, 0),
 }
+# Bytes of stack that the assembler takes for a copied box: it writes them and never reads them.
+BOX_STACK = {"sm_90a": 0, "sm_100a": 0, "sm_120a": 8}
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -147,7 +149,8 @@ def test_attend(form, arch):
     assert (form.shared(K26_TP8) <= limit) == bool(most)
     if most:
         found = nvrtc.resources("attention/attend", arch, form.macros(K26_TP8))
-        assert found.spills == found.stack == found.static_shared == 0
+        assert found.spills == found.static_shared == 0 and found.stack <= BOX_STACK[arch]
+        assert not found.serialized
         assert found.registers <= most
 
 

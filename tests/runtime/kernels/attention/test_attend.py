@@ -188,7 +188,8 @@ SMALL, LARGE = Gpu("sm_120a", 100 * 1024, 188), Gpu("sm_90a", 228 * 1024, 132)
 
 @pytest.mark.parametrize(
     ("gpu", "rows", "slots", "made"),
-    [(LARGE, 1, 2048, Form(16, 2)), (LARGE, 16, 2048, Form(32, 2)), (LARGE, 33, 2048, Form(64, 2)),
+    [(LARGE, 1, 2048, Form(16, 4)), (LARGE, 16, 2048, Form(16, 2)), (LARGE, 33, 2048, Form(32, 2)),
+     (LARGE, 65, 2048, Form(64, 2)),
      (LARGE, 1, 65536, Form(16, 4)), (LARGE, 4, 65536, Form(16, 4)), (LARGE, 8, 65536, Form(32, 4)),
      (LARGE, 16, 65536, Form(64, 3)), (LARGE, 300, 65536, Form(64, 3)),
      (SMALL, 1, 65536, Form(16, 2)), (SMALL, 65, 65536, Form(16, 2))],
@@ -197,4 +198,4 @@ def test_forms(gpu, rows, slots, made) -> None:
     parts = slots // SPLIT + 1
     assert attention.form(K26, rows, parts, gpu) == made
     assert made.shared(K26) <= gpu.shared_per_sm - 1024
-    assert made.grid(K26, rows, parts) <= rows * 2 + 128 * rows
+    assert made.grid(K26, rows, attention.spans(parts)) <= 2 * rows + SPANS * rows
