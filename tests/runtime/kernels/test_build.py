@@ -52,7 +52,7 @@ REGISTERS = {
     ("rows/add_norm", 0): (60, 54, 70),
     ("rows/embed", 0): (30, 30, 34),
     ("attention/store", 0): (38, 32, 35),
-    ("attention/queries", 0): (64, 64, 94),
+    ("attention/queries", 0): (70, 64, 86),
     ("attention/merge", 0): (56, 50, 56),
     ("tree/top_k", 0): (40, 40, 43),
     ("tree/grow", 0): (53, 54, 56),
@@ -132,14 +132,12 @@ def test_linear(rows, arch):
 # form of attend -> registers on each GPU, 0 where it does not fit
 ATTEND = {
     Form(16, 2): (127, 124, 127),
-    Form(16, 4): (198, 220, 0),
+    Form(16, 4): (198, 236, 0),
     Form(32, 2): (180, 179, 0),
     Form(32, 4): (182, 178, 0),
     Form(64, 2): (215, 253, 0),
     Form(64, 3): (215, 254, 0),
 }
-# Bytes of stack that the assembler takes for a copied box: it writes them and never reads them.
-BOX_STACK = {"sm_90a": 0, "sm_100a": 0, "sm_120a": 8}
 
 
 @pytest.mark.parametrize("arch", GPUS)
@@ -149,7 +147,7 @@ def test_attend(form, arch):
     assert (form.shared(K26_TP8) <= limit) == bool(most)
     if most:
         found = nvrtc.resources("attention/attend", arch, form.macros(K26_TP8))
-        assert found.spills == found.static_shared == 0 and found.stack <= BOX_STACK[arch]
+        assert found.spills == found.stack == found.static_shared == 0
         assert not found.serialized
         assert found.registers <= most
 
