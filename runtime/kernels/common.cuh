@@ -270,8 +270,6 @@ __device__ __forceinline__ void settle(float4 (&acc)[SETS][NT]) {
   keep(acc);
 }
 
-#endif
-
 // ---- barriers in shared memory, and copies that report to them ------------------------------
 
 __device__ __forceinline__ void make_barrier(u32 barrier, int arrivals) {
@@ -307,15 +305,4 @@ __device__ __forceinline__ void copy_bulk_once(u32 dst, const void* src, u32 byt
       "l"(src), "r"(bytes), "r"(barrier), "l"(kEvictFirst)
       : "memory");
 }
-// A box of the matrix that a map in global memory describes (kernels/gpu.py), from column x and row
-// y on. One thread asks for it; before its first box it has seen the map.
-__device__ __forceinline__ void see_map(const void* map) {
-  asm volatile("fence.proxy.tensormap::generic.acquire.gpu [%0], 128;" ::"l"(map) : "memory");
-}
-__device__ __forceinline__ void copy_box(u32 dst, const void* map, int x, int y, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, "
-      "%3}], [%4];" ::"r"(dst),
-      "l"(map), "r"(x), "r"(y), "r"(barrier)
-      : "memory");
-}
+#endif

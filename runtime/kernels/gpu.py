@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,35 +60,6 @@ def _kernel(name: str, defines: tuple[tuple[str, int], ...], shared: int, index:
         if error != driver.CUresult.CUDA_SUCCESS:
             raise RuntimeError(f"{name}: {shared} bytes of shared memory refused: {error.name}")
     return kernel
-
-
-def tensor_map(matrix: Tensor, columns: int, rows: int) -> Tensor:
-    """What the copy engine wants to know of a bf16 matrix, on its device: boxes of columns x rows,
-    128 bytes a row, swizzled; zeros beyond the matrix."""
-    return _tensor_map(matrix.data_ptr(), *matrix.shape, columns, rows, matrix.device.index)
-
-
-@cache
-def _tensor_map(
-    address: int, height: int, width: int, columns: int, rows: int, index: int
-) -> Tensor:
-    from cuda.bindings import driver
-
-    _device(index)
-    wide, narrow = driver.cuuint64_t, driver.cuuint32_t
-    error, made = driver.cuTensorMapEncodeTiled(
-        driver.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, address,
-        [wide(width), wide(height)], [wide(2 * width)], [narrow(columns), narrow(rows)],
-        [narrow(1), narrow(1)],
-        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
-        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
-    )  # fmt: skip
-    if error != driver.CUresult.CUDA_SUCCESS:
-        raise RuntimeError(f"a map of [{height}, {width}] refused: {error.name}")
-    words = np.array([int(word) for word in made.opaque], np.uint64)
-    return torch.from_numpy(words.view(np.uint8)).to(f"cuda:{index}")
 
 
 class _Stream:

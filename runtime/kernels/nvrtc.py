@@ -29,7 +29,7 @@ class Resources:
     """What the assembler reports for a kernel. Bytes, except registers (a thread's)."""
 
     registers: int
-    stack: int  # without the word of _box_stack
+    stack: int
     spills: int
     static_shared: int
     serialized: bool  # the assembler makes each warpgroup MMA wait for the one before
@@ -75,19 +75,12 @@ def resources(kernel: str, arch: str, defines: Mapping[str, int]) -> Resources:
     shared = re.search(r"(\d+) bytes smem", rest)
     return Resources(
         registers=int(registers),
-        stack=int(stack) - _box_stack(kernel, arch),
+        stack=int(stack),
         spills=int(stores) + int(loads),
         static_shared=int(shared.group(1)) if shared else 0,
         serialized="wgmma.mma_async instructions are serialized" in log,
         wrong_copies=_wrong_copies(cubin),
     )
-
-
-def _box_stack(kernel: str, arch: str) -> int:
-    """Bytes that sm_120a's assembler writes to the stack before every box it copies, and never
-    reads."""
-    copies = "copy_box(" in (SOURCES / f"{kernel}.cu").read_text()
-    return 8 if copies and arch == "sm_120a" else 0
 
 
 def _wrong_copies(cubin: bytes) -> int:

@@ -23,16 +23,16 @@ static_assert(LINES <= 32 * HEADS, "a lane for each row");
 
 extern __shared__ __align__(1024) char smem[];
 
-// queries bf16 [rows, HEADS, C + R];  keys bf16 [slots, C + R];  map: of keys, boxes of 64 x 32
+// queries bf16 [rows, HEADS, C + R];  keys bf16 [slots, C + R]
 // positions, prefix, counts int32 [rows]: a row with count 0 reads nothing
 // windows int32 [rows, window];  parts fp32 [rows, most, HEADS, C]: sums, not yet divided
 // scales  fp32 [rows, most, HEADS, 2]: the greatest score, and the sum of weights
 // scale   of a score, times log2 e;  spans: those that a row may have
 // grid spans * ceil(rows * HEADS / LINES) + rows * kTails, x 256: the longest first
 extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 2 ? 2 : 1)
-    attention_attend(const u16* queries, const u16* keys, const void* map, const int* positions,
-                     const int* prefix, const int* counts, const int* windows, int window,
-                     float scale, int most, int rows, int spans, float* parts, float* scales) {
+    attention_attend(const u16* queries, const u16* keys, const int* positions, const int* prefix,
+                     const int* counts, const int* windows, int window, float scale, int most,
+                     int rows, int spans, float* parts, float* scales) {
   let_next_start();
   wait_for_previous();
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -50,11 +50,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
     if (i * kWarps + warp < lines)
       copy_line<LINES>(lane_at<LINES>(query_lines), i,
                        queries + (long long)(line0 + i * kWarps + warp) * kWidth);
-  auto slot_of = [&](int k) {  // of a window's key
-    return tail && k < window ? windows[(long long)row0 * window + k] : 0;
-  };
-  const int low_slot = slot_of(span * kKeys + lane);
-  const int high_slot = slot_of(span * kKeys + kKeys / 2 + lane);
+  int slots[2] = {0, 0};  // of a window's keys: `lane` and `lane` + 32
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int k = span * kKeys + h * (kKeys / 2) + lane;
+    if (tail && k < window) slots[h] = windows[(long long)row0 * window + k];
+  }
 
   // Of row `row0 + lane` the keys of this part, from a position on.
   int from = 0, here = 0, part = span;
@@ -72,17 +73,9 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
   float(*const scores)[LINES][kScoreLine] = reinterpret_cast<float(*)[LINES][kScoreLine]>(score_lines);
   float* const factors = scores[2][0];
   // In the place of a line's scores, once they are read: its weights, high halves and low ones.
-  const u32 weights = smem_addr(score_lines), arrived = smem_addr(factors + LINES);
+  const u32 weights = smem_addr(score_lines);
   const int sum_line0 = (kWarpgroups ? warp % 4 * 16 : 0) + (lane >> 2);
   const int sum_column0 = (kWarpgroups ? warp / 4 : warp) * kColumns + (lane & 3) * 2;
-
-  if (threadIdx.x == 0) {
-#pragma unroll
-    for (int i = 0; i < HALVES; ++i) make_barrier(arrived + i * 8, 1);
-    show_barriers();
-    see_map(map);
-  }
-  int loaded = 0;  // halves, of sets before
 
   // Rows with the same keys at once. They are one set, but where a span is some rows' last one.
   for (u32 left = __ballot_sync(~0u, here > 0); left;) {
@@ -99,47 +92,41 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
       return ((long long)row * most + place) * HEADS + (line0 + line) % HEADS;
     };
     const int tiles = (count + kKeys - 1) / kKeys;
-    auto place_of_half = [&](int half) { return (loaded + half) % HALVES; };
     auto load = [&](int half) {  // of a tile
-      if (half >= 2 * tiles) return;
-      const u32 to = ring + place_of_half(half) * kHalf;
-      if (tail) {
+      if (half < 2 * tiles) {
+        const u32 to = lane_at<kKeys / 2>(ring) + half % HALVES * kHalf;
+        const int k0 = half * (kKeys / 2) + warp;
+        const u16* from = keys + (long long)(first + k0) * kWidth;
+        if (!tail) {
 #pragma unroll
-        for (int i = 0; i < kEights; ++i) {
-          const int k = i * kWarps + warp, slot = __shfl_sync(~0u, half ? high_slot : low_slot, k);
-          if (half * (kKeys / 2) + k < count)
-            copy_line<kKeys / 2>(lane_at<kKeys / 2>(to), i, keys + (long long)slot * kWidth);
-          else
-            clear_line<kKeys / 2>(lane_at<kKeys / 2>(to), i);
+          for (int i = 0; i < kEights; ++i) copy_line<kKeys / 2>(to, i, from + i * kWarps * kWidth);
+        } else {
+#pragma unroll
+          for (int i = 0; i < kEights; ++i) {
+            const int slot = __shfl_sync(~0u, half ? slots[1] : slots[0], warp + i * kWarps);
+            if (k0 + i * kWarps < count)
+              copy_line<kKeys / 2>(to, i, keys + (long long)slot * kWidth);
+            else
+              clear_line<kKeys / 2>(to, i);
+          }
         }
-      } else if (threadIdx.x == 0) {
-        const u32 barrier = arrived + place_of_half(half) * 8;
-        arrive_expecting(barrier, kHalf);
-#pragma unroll 1
-        for (int b = 0; b < kBlocks; ++b)
-          copy_box(to + b * (kKeys / 2 * 128), map, b * 64, first + half * (kKeys / 2), barrier);
       }
-    };
-    auto wait_for = [&](int half) {
-      if (!tail) wait_barrier(arrived + place_of_half(half) * 8, (loaded + half) / HALVES & 1);
+      commit_copies();
     };
 
 #pragma unroll
     for (int i = 0; i < HALVES; ++i) load(i);
-    Kept kept;
     Sums sum = {};
     float greatest = -__int_as_float(0x7f800000), total = 0.0f;  // of a line, in its lanes
     for (int t = 0; t < tiles; ++t) {
-      if (t == 0) {
-        wait_all_copies();
+      if (t == 0 || HALVES == 2) {
+        wait_copies<HALVES - 2>();
         show_copies();
         __syncthreads();
-        keep_queries(kept, query_lines);
       }
-      wait_for(2 * t), wait_for(2 * t + 1);
-      const u32 low = ring + place_of_half(2 * t) * kHalf;
-      const u32 high = ring + place_of_half(2 * t + 1) * kHalf;
-      make_scores(scores, kept, query_lines, low, high, used);
+
+      const u32 low = ring + 2 * t % HALVES * kHalf, high = ring + (2 * t + 1) % HALVES * kHalf;
+      make_scores(scores, query_lines, low, high, used);
       __syncthreads();
 
       // A line has kLanes lanes, each some keys that lie side by side: sums are one tree, of
@@ -212,12 +199,12 @@ extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 
           load(2 * t + 3);
         }
       });
+      if (HALVES > 2) wait_copies<0>(), show_copies();
       __syncthreads();
 #pragma unroll
       for (int i = HALVES + HALVES % 2; i < HALVES + 2; ++i) load(2 * t + i);
     }
 
-    loaded += 2 * tiles;
     const int line = threadIdx.x / kLanes;
     if (threadIdx.x % kLanes == 0 && takes(line))
       *reinterpret_cast<float2*>(scales + place_of(line) * 2) = make_float2(greatest, total);

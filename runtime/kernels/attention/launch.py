@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kconvert.runtime.kernels.gpu import Gpu, gpu, launch, tensor_map
+from kconvert.runtime.kernels.gpu import Gpu, gpu, launch
 from kconvert.runtime.kernels.linear.launch import linear_heads
 
 KEYS = 64  # of a tile; a prefix's boundary is a multiple of it
@@ -65,8 +65,7 @@ class Form:
         """Dynamic shared memory of a block, in bytes."""
         line = -(-(shape.kv_lora + shape.rope) * 2 // 128) * 128
         scores = 2 * (KEYS + 4) + 1  # floats a line
-        barriers = 8 * self.halves
-        return self.halves * KEYS // 2 * line + self.lines * (line + 4 * scores) + barriers
+        return self.halves * KEYS // 2 * line + self.lines * (line + 4 * scores)
 
     def grid(self, shape: AttentionShape, rows: int, spans: int) -> int:
         """Blocks for so many spans of each row, then for windows."""
@@ -156,9 +155,8 @@ def attend(
         made = form(shape, rows, parts, gpu(queries.device.index))
         launch(
             "attention/attend", made.macros(shape), (made.grid(shape, rows, spans(parts)),), 256,
-            (queries[part], keys, tensor_map(keys, 64, KEYS // 2), positions[part], prefix[part],
-             counts[part], windows[part], windows.shape[1], scale * math.log2(math.e), most, rows,
-             spans(parts), sums, scales),
+            (queries[part], keys, positions[part], prefix[part], counts[part], windows[part],
+             windows.shape[1], scale * math.log2(math.e), most, rows, spans(parts), sums, scales),
             shared=made.shared(shape),
         )  # fmt: skip
         warps = -(-most // GROUP)

@@ -25,7 +25,7 @@ constexpr int kScoreLines = LINES / kLineGroups, kScoreKeys = kKeys / kKeyGroups
 constexpr int kColumns = kWarpgroups ? C / 2 : C / kWarps, kSumLines = kWarpgroups ? 16 : LINES;
 
 // N lines lie in blocks of 64 values, a block's lines one behind the other. Its chunks of 16 bytes
-// are swapped, so that the rows of a matrix lie in all banks: as a tensor map's 128-byte swizzle.
+// are swapped, so that the rows of a matrix lie in all banks.
 __device__ __forceinline__ u32 flip(int line, int chunk) { return ((chunk ^ line) & 7) << 4; }
 template <int N>
 __device__ __forceinline__ u32 chunk_at(int line, int chunk) {

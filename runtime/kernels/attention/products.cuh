@@ -45,23 +45,10 @@ __device__ __forceinline__ void show_copies() {
 #endif
 }
 
-// A warp's queries, where it meets all of a long span's keys with them: its half of the values of 16
-// lines, a fragment a step.
-constexpr bool kKept = LINES == 16 && HALVES == 4 && kSteps % 4 == 0;
-typedef u32 Kept[2 * kBlocks][4];
-__device__ __forceinline__ void keep_queries(Kept& kept, u32 queries) {
-  if (!kKept) return;
-  const int lane = threadIdx.x & 31, half = threadIdx.x / 128;
-#pragma unroll
-  for (int i = 0; i < 2 * kBlocks; ++i)
-    load_matrices(queries + chunk_at<LINES>(lane & 15, i / 2 * 8 + (half * 2 + i % 2) * 2 + (lane >> 4)),
-                  kept[i]);
-}
-
 // The first `used` queries times a tile's keys, whose halves lie at low and high: scores, of the
 // first 32 of every 64 values by one half of the warps, of the others by the other.
-__device__ __forceinline__ void make_scores(float (*scores)[LINES][kScoreLine], const Kept& kept,
-                                            u32 queries, u32 low, u32 high, int used) {
+__device__ __forceinline__ void make_scores(float (*scores)[LINES][kScoreLine], u32 queries, u32 low,
+                                            u32 high, int used) {
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31, half = warp / 4;
   const int line0 = warp % 4 / kKeyGroups * kScoreLines, key0 = warp % kKeyGroups * kScoreKeys;
   float4 score[kScoreLines / 16][kScoreKeys / 8] = {};
@@ -100,11 +87,7 @@ __device__ __forceinline__ void make_scores(float (*scores)[LINES][kScoreLine], 
     const u32 q_k = q_at + (step * 32 ^ q_flip) + block * (LINES * 128);
     const u32 k_k = k_at + (step * 32 ^ k_flip) + block * (kKeys / 2 * 128);
 #pragma unroll
-    for (int m = 0; m < kScoreLines / 16; ++m) {
-      if (!kKept) load_matrices(q_k + m * 16 * 128, a[to][m]);
-#pragma unroll
-      for (int j = 0; j < 4 && kKept; ++j) a[to][m][j] = kept[i][j];
-    }
+    for (int m = 0; m < kScoreLines / 16; ++m) load_matrices(q_k + m * 16 * 128, a[to][m]);
 #pragma unroll
     for (int n = 0; n < kScoreKeys / 16; ++n) load_matrices(k_k + n * 16 * 128, b[to][n]);
   };

@@ -62,8 +62,6 @@ def recording(arch: str, monkeypatch: Any) -> list[Launch]:
         monkeypatch.setattr(module, "launch", record)
     for module in (attention, linear, moe):
         monkeypatch.setattr(module, "gpu", lambda index: GPUS[arch])
-    empty = torch.zeros(128, dtype=torch.uint8)
-    monkeypatch.setattr(attention, "tensor_map", lambda *_: empty)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     return made
 
