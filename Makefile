@@ -4,6 +4,11 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 ENGINES ?= .venv-engines
 TINY := tests/tiny_kimi
+WORKERS ?= 2
+
+# Modules are compiled to bytecode at their first import, and then read by the hundreds of processes
+# that the suite starts; pip would compile five times as many as are ever imported.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-engines lint format clean
 
@@ -21,7 +26,7 @@ demo: $(VENV)/installed
 	  --prompt "And it came to pass in the days of" --max-new-tokens 96 --check-exact
 
 test: lint
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal
 
 # vLLM and SGLang really serve converted folders: 4 GB of packages, and 40 minutes on 2 cores.
 test-engines: $(ENGINES)/installed
@@ -52,7 +57,8 @@ format: $(VENV)/installed
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install -q -c constraints.txt -e '.[hub,test,cuda]'
+	$(BIN)/pip install -q -c constraints.txt --no-compile --upgrade pip  # older ones take twice the time
+	$(BIN)/pip install -q -c constraints.txt --no-compile -e '.[hub,test,cuda]'
 	touch $@
 
 clean:

@@ -29,6 +29,7 @@ from kconvert.layouts.repack import (
     TILE_N,
     repack_marlin,
     repack_zero_points,
+    restore_eights,
     transpose_eights,
     transpose_scales,
     unpack_marlin,
@@ -90,6 +91,8 @@ class Marlin(Layout):
         return unpermute_scales(packed, q.scheme) if role == "scale" else _unpack_points(packed)
 
     def restore(self, role: Role, packed: NDArray[Any]) -> NDArray[Any]:
+        if role == "scale" and self.quantization.scheme == "int":
+            return _restore_scales(packed)
         if role != "code" or self.quantization.bits != 4:
             return self.unpack(role, packed)
         k_tiles, words = packed.shape
@@ -158,6 +161,17 @@ def unpermute_scales(permuted: NDArray[np.generic], scheme: Scheme = "int") -> N
     else:
         place = 32 * (n // 32) + 8 * ((n % 8) // 2) + 2 * ((n % 32) // 8) + n % 2
     return np.ascontiguousarray(permuted[:, place].T)
+
+
+def _restore_scales(permuted: NDArray[np.generic]) -> NDArray[np.generic]:
+    groups, columns = permuted.shape
+    if permuted.itemsize != 2 or groups < 8:
+        return unpermute_scales(permuted)
+    _check_rows(columns)
+    _check_array(permuted, permuted.dtype, groups, columns)
+    out = np.empty((columns, groups), permuted.dtype)
+    restore_eights(permuted, out)
+    return out
 
 
 def _pack_codes(

@@ -292,6 +292,20 @@ def transpose_eights(source, row, rows, group, out, out_column):  # type: ignore
 
 
 @jit
+def restore_eights(packed, out):  # type: ignore[no-untyped-def]
+    """What `transpose_eights` made of 16-bit elements, back: packed [G, N] → out [N, G], both
+    C-contiguous; G ≥ 8, N % 64 == 0."""
+    groups, stride, out_stride = packed.shape[0], packed.strides[0], out.strides[0]
+    for tile in range(packed.shape[1] // 64):
+        for block in range(0, groups + 7 >> 3):
+            start = min(8 * block, groups - 8)
+            for a in range(8):
+                at = packed.ctypes.data + start * stride + 2 * (64 * tile + 8 * a)
+                line = out.ctypes.data + (64 * tile + a) * out_stride + 2 * start
+                _transpose_16_bits(at, stride, line, 8 * out_stride)
+
+
+@jit
 def transpose_scales(source, row, group, out, out_column, order):  # type: ignore[no-untyped-def]
     """out[g, out_column + i] = source[row + order[i], group + g], for all g and i.
 

@@ -18,6 +18,9 @@ ROOT = Path(__file__).parent.parent
         ("convert/bench/results/repack-16-cores.json", bench_text.repack_text),
         ("convert/bench/results/convert.json", bench_text.convert_text),
         ("convert/bench/results/convert-16-cores.json", bench_text.convert_text),
+        ("convert/bench/results/reshard.json", bench_text.reshard_text),
+        ("convert/bench/results/validate.json", bench_text.validate_text),
+        ("convert/bench/results/validate-16-cores.json", bench_text.validate_text),
         ("convert/bench/results/plan.json", bench_text.plan_text),
         ("runtime/bench/results/cpu-decode.json", bench_text.decode_text),
         ("runtime/bench/results/cpu-exact.json", bench_text.exact_text),
@@ -33,6 +36,7 @@ ROOT = Path(__file__).parent.parent
         ("runtime/bench/results/h200-exchange.json", bench_text.exchange_text),
         ("runtime/bench/results/h200-moe-2026-11-29.json", bench_text.moe_text),
         ("runtime/bench/results/h200-moe-2026-12-01.json", bench_text.moe_text),
+        ("runtime/bench/results/h200-moe-ep8.json", bench_text.moe_text),
     ],
 )
 def test_table_is_what_was_measured(file: str, show) -> None:
@@ -159,7 +163,7 @@ def test_what_was_measured_is_what_must_hold() -> None:
         assert (exact["tp"], exact["prompts"], exact["new_tokens"]) == (tp, 100, 128)
         assert exact["exact"] and len(exact["rows"]) == 72
     must = {1: 20, 9: 75, 16: 110, 33: 175, 90: 300, 330: 400, 1024: 560}  # µs of tp8 on an H200
-    files = sorted((ROOT / "runtime/bench/results").glob("h200-moe-*.json"))
+    files = sorted((ROOT / "runtime/bench/results").glob("h200-moe-20*.json"))
     for file in files:
         ours = {"shape": "tp8", "backend": "kconvert"}.items()
         us = {row["M"]: row["us"] for row in measured(file)["rows"] if ours <= row.items()}

@@ -185,14 +185,15 @@ class ExpertCheck:
     ) -> list[Finding]:
         role = cut.tensor.role
         parts = [self._wanted(role, source) for source in cut.parts]
-        want = parts[0] if len(parts) == 1 else np.concatenate(parts)
         if role == "scale" and tensor.dtype != self._scale_dtype:
-            want = self._cast(want, blob)
-        if got.dtype != want.dtype:
+            parts = [self._cast(part, blob) for part in parts]
+        if got.dtype != parts[0].dtype:
             text = f"its scales are {tensor.dtype}, the source's {self._scale_dtype}"
             return [Finding(blob.path, text, tensor.name, index)]
-        if np.array_equal(got, want):
+        ends = np.cumsum([len(part) for part in parts[:-1]], dtype=np.intp)
+        if all(map(np.array_equal, np.split(got, ends), parts)):
             return []
+        want = np.concatenate(parts)
         at = Finding(blob.path, "", tensor.name, index)
         return [difference(got, want, role, self._layout.quantization, tensor.dtype, at)]
 

@@ -2,6 +2,7 @@
 blobs while they are in memory, in whatever order they lie."""
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -202,31 +203,49 @@ def _count_bytes(data, counts):  # type: ignore[no-untyped-def]
         counts[0, data[i]] += 1
 
 
-_EXPONENTS = np.array([0.0, *(2.0 ** (e - 127) for e in range(1, 255)), np.inf])
+_EXPONENTS = np.array([0.0, *(2.0 ** (e - 127) for e in range(1, 255)), np.inf], np.float32)
 _LEAST_NORMAL = {"F16": 2.0**-14, "BF16": 2.0**-126, "F32": 2.0**-126}
+_INFINITE = np.uint32(0x7F800000)
 
 
 def sum_scales(bits: NDArray[Any], dtype: str) -> ScaleSums:
     """Look at scales, given as the bits of their safetensors `dtype`."""
-    flat = bits.reshape(-1)
-    # Exponents: 0 is read as zero by the kernels.
-    values = _EXPONENTS[flat] if dtype in ("U8", "F8_E8M0") else widened(flat, dtype)
-    return ScaleSums(flat.size, *_sum(values, _LEAST_NORMAL.get(dtype, 0.0)))
+    wide = flat = bits.reshape(-1)
+    if dtype in ("U8", "F8_E8M0"):  # exponents: 0 is read as zero by the kernels
+        wide = _EXPONENTS[flat].view(np.uint32)
+    elif dtype != "BF16":
+        wide = widened(flat, dtype).view(np.uint32)
+    normal = np.float32(_LEAST_NORMAL.get(dtype, 0.0)).view(np.uint32)
+    shift = np.uint32(8 * (4 - wide.itemsize))
+    zeros, denormals, not_finite, total, squares, *ends = _sum(wide, shift, normal)
+    least, greatest = np.array(ends, np.uint32).view(np.float32).tolist()
+    return ScaleSums(flat.size, zeros, denormals, not_finite, total, squares, least, greatest)
 
 
-@jit
-def _sum(values, least_normal):  # type: ignore[no-untyped-def]
-    zeros = denormals = not_finite = 0
-    total, squares, least, greatest = 0.0, 0.0, np.inf, 0.0
-    for value in values:
-        magnitude = abs(float(value))
-        if not np.isfinite(magnitude):
-            not_finite += 1
-        elif magnitude == 0:
-            zeros += 1
-        else:
-            denormals += magnitude < least_normal
-            total += magnitude
-            squares += magnitude * magnitude
-            least, greatest = min(least, magnitude), max(greatest, magnitude)
-    return zeros, denormals, not_finite, total, squares, least, greatest
+@intrinsic
+def _as_float(typingctx, bits):  # type: ignore[no-untyped-def]
+    def codegen(context, builder, signature, arguments):  # type: ignore[no-untyped-def]
+        return builder.bitcast(arguments[0], context.get_value_type(types.float32))
+
+    return types.float32(types.uint32), codegen
+
+
+@partial(jit, fastmath={"reassoc", "nsz"})  # sums in any order, which makes vectors of them
+def _sum(bits, shift, normal):  # type: ignore[no-untyped-def]
+    """Of float32 whose upper bits these are. Magnitudes are in the order of their bits, and nothing
+    branches."""
+    zeros = small = not_finite = 0
+    total = squares = 0.0
+    least, greatest = _INFINITE, np.uint32(0)
+    for i in range(len(bits)):
+        magnitude = np.uint32((np.uint32(bits[i]) << shift) & np.uint32(0x7FFFFFFF))
+        finite = np.uint32(magnitude if magnitude < _INFINITE else np.uint32(0))
+        not_finite += int(magnitude >= _INFINITE)
+        zeros += magnitude == 0
+        small += magnitude < normal
+        value = np.float64(_as_float(finite))
+        total += value
+        squares += value * value
+        least = min(least, np.uint32(magnitude if magnitude != 0 else _INFINITE))
+        greatest = max(greatest, finite)
+    return zeros, max(small - zeros, 0), not_finite, total, squares, least, greatest

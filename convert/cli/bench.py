@@ -103,6 +103,9 @@ def bench_validate(
 @explained
 def bench_moe(
     shapes: Annotated[str, typer.Option(help="Some of tp8, tp4, tp2, tp1, ep8.")] = "tp8,tp2,ep8",
+    tokens: Annotated[
+        str | None, typer.Option(metavar="LIST", help="So many at a time, if not 1 to 16,384.")
+    ] = None,
     save: Save = None,
     seed: Annotated[int, typer.Option(help="Seed of weights and routing.", min=0)] = 0,
     as_json: Json = False,
@@ -116,7 +119,10 @@ def bench_moe(
     unknown = [name for name in names if name not in moe.SHAPES]
     if unknown:
         raise typer.BadParameter(f"{unknown[0]!r} is none of {', '.join(moe.SHAPES)}")
-    result = moe.bench_moe(names, seed=seed, report=to_stderr, keep=lambda r: _keep(r, save))
+    sizes = numbers("--tokens", tokens) or moe.TOKENS
+    if 0 in sizes:
+        raise typer.BadParameter("at least one token", param_hint="--tokens")
+    result = moe.bench_moe(names, sizes, seed, to_stderr, lambda r: _keep(r, save))
     show(result, as_json, bench_text.moe_text, quiet=False)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,19 +17,31 @@ from kconvert.runtime.bench.moe import graph_us
 from kconvert.runtime.kernels.floor.launch import read_matrix
 from kconvert.runtime.kernels.linear.launch import linear_into
 
-# name -> (N, K, whether its sums stay float32)
+
+class Product(NamedTuple):
+    """x [M, K] times the transpose of a weight [N, K], as the engine runs it: the first `sums`
+    columns stay float32, the others are rounded, or are gate and up and become SiLU(gate) · up."""
+
+    n: int
+    k: int
+    sums: int = 0
+    gated: bool = False
+
+
+# The drafter's MLP has the dense layer's sizes.
 PRODUCTS = {
-    "q_a, kv_a": (2112, 7168, False),
-    "q_b": (1536, 1536, False),
-    "o_proj": (7168, 1024, True),
-    "dense gate, up": (4608, 7168, False),
-    "dense down": (7168, 2304, True),
-    "router": (384, 7168, True),
-    "shared gate, up": (512, 7168, False),
-    "shared down": (7168, 256, True),
-    "head": (20480, 7168, True),
+    "q_a, kv_a": Product(2112, 7168),
+    "q_b": Product(1536, 1536),
+    "o_proj": Product(7168, 1024, sums=7168),
+    "dense gate, up": Product(4608, 7168, gated=True),
+    "dense down": Product(7168, 2304, sums=7168),
+    "router, shared": Product(896, 7168, sums=384, gated=True),
+    "shared down": Product(7168, 256, sums=7168),
+    "head": Product(20480, 7168, sums=20480),
+    "drafter q, k, v": Product(1280, 7168),
+    "drafter fc": Product(7168, 5376, sums=7168),
 }
-ROWS = (1, 8, 16, 33, 65)
+ROWS = (1, 8, 16, 33, 65, 90, 330)
 _ROTATED = 240 << 20  # bytes of a product's weights together: four times the L2
 
 
@@ -43,7 +55,8 @@ def bench_linear(
     device = torch.device("cuda", torch.cuda.current_device())
     generator = torch.Generator(device).manual_seed(0)
     table = []
-    for name, (n, k, wide) in PRODUCTS.items():
+    for name, product in PRODUCTS.items():
+        n, k = product[:2]
         copies = ceil(_ROTATED / (2 * n * k))
         weights = [
             (torch.randn(n, k, device=device, generator=generator) / k**0.5).bfloat16()
@@ -51,7 +64,7 @@ def bench_linear(
         ]
         floor = graph_us([partial(read_matrix, weight) for weight in weights])
         for m in rows:
-            us = graph_us(_steps(weights, m, wide, generator))
+            us = graph_us(_steps(product, weights, m, generator))
             table.append({
                 "product": name, "N": n, "K": k, "M": m, "us": round(us, 2),
                 "floor_us": round(floor, 2), "over_floor": round(us / floor, 2),
@@ -67,10 +80,11 @@ def bench_linear(
 
 
 def _steps(
-    weights: list[Tensor], m: int, wide: bool, generator: torch.Generator
+    product: Product, weights: list[Tensor], m: int, generator: torch.Generator
 ) -> list[Callable[[], None]]:
-    n, k = weights[0].shape
-    device = weights[0].device
-    x = torch.randn(m, k, device=device, generator=generator).bfloat16()
-    out = torch.empty(m, n, dtype=torch.float32 if wide else torch.bfloat16, device=device)
-    return [partial(linear_into, x, weight, out) for weight in weights]
+    device, rounded = weights[0].device, (product.n - product.sums) // (1 + product.gated)
+    x = torch.randn(m, product.k, device=device, generator=generator).bfloat16()
+    sums = torch.empty(m, product.sums, device=device)
+    rest = torch.empty(m, rounded, device=device, dtype=torch.bfloat16)
+    out, behind = (sums, rest if rounded else None) if product.sums else (rest, None)
+    return [partial(linear_into, x, weight, out, behind, product.gated) for weight in weights]

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from kconvert.layouts import marlin
 from kconvert.layouts.marlin import Marlin
-from kconvert.layouts.quantization import Quantization
+from kconvert.layouts.quantization import Quantization, Scheme
 from kconvert.layouts.reader import NUMPY_BITS
 from kconvert.layouts.w4a16 import W4A16
 
@@ -193,3 +193,12 @@ def test_the_quick_way_back_is_the_proof_s(n: int, k: int, bits: int) -> None:
         -(1 << 31), 1 << 31, layout.shape("code", n, k), np.int64
     ).astype(np.int32)  # fmt: skip
     assert np.array_equal(layout.restore("code", packed), layout.unpack("code", packed))
+
+
+@pytest.mark.parametrize("groups", [1, 7, 8, 9, 224])
+@pytest.mark.parametrize("scheme", ["int", "mxfp4"])
+def test_the_quick_way_back_of_scales_is_the_proof_s(groups: int, scheme: Scheme) -> None:
+    for dtype in (np.uint8,) if scheme == "mxfp4" else (np.uint16, np.uint32):
+        layout = marlin.Marlin(Quantization(32, scheme=scheme))
+        packed = np.random.default_rng(groups).integers(0, 256, (groups, 192)).astype(dtype)
+        assert np.array_equal(layout.restore("scale", packed), layout.unpack("scale", packed))

@@ -57,3 +57,10 @@ def test_a_file_that_ends_early_is_named(reader: Reader) -> None:
     outs = [np.zeros(t.nbytes, np.uint8) for t in tensors]
     with pytest.raises(CheckpointError, match="a, tensor a2000: the file ended 92 bytes early"):
         reader.read_together(zip(tensors, outs, strict=True))
+
+
+def test_what_is_expected_is_asked_for(reader: Reader, monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda fd, *what: asked.append(what))
+    reader.expect(tensor("b", 512, 256))
+    assert asked == [(512, 256, os.POSIX_FADV_WILLNEED)]

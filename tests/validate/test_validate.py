@@ -6,29 +6,25 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from kit import KIMI_MINI, SHARD, change_json, copy_mini, forge
+from numpy.typing import NDArray
 
-from kconvert.convert import convert
+from kconvert.layouts.checkpoint import SourceTensor
 from kconvert.layouts.header import read_header
 from kconvert.layouts.manifest import encode_manifest, read_manifest
+from kconvert.layouts.reader import Reader
 from kconvert.validate import validate
 
 RANK1 = "rank-00001-of-00002/layer-00001.safetensors"
 PREFIX = "language_model.model.layers.1.mlp.experts."
 
 
-@pytest.fixture(scope="module")
-def pristine(tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("pristine") / "out"
-    convert(KIMI_MINI, out, tp=2)
-    return out
-
-
 @pytest.fixture
-def out(pristine: Path, tmp_path: Path) -> Path:
-    return Path(shutil.copytree(pristine, tmp_path / "out"))
+def out(output: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(output, tmp_path / "out"))
 
 
 def flip(path: Path, at: int) -> None:
@@ -41,26 +37,44 @@ def flip_tensor(out: Path, name: str, tensor: str, at: int) -> None:
     flip(out / name, read_header(out / name).tensors[tensor].start + at)
 
 
-def test_a_sound_output(pristine: Path) -> None:
-    alone = validate(pristine)
+def test_a_sound_output(output: Path) -> None:
+    alone = validate(output)
     assert alone.ok and not alone.against_source
-    checked = validate(pristine, KIMI_MINI)
+    checked = validate(output, KIMI_MINI)
     assert checked.ok and checked.complete and checked.against_source
     assert (checked.files, checked.tensors) == (11, 76)
     assert checked.experts == 2 * 2 * 8  # layers, ranks, experts
-    data = sum(e.bytes for e in read_manifest(pristine).files.values())
+    data = sum(e.bytes for e in read_manifest(output).files.values())
     assert alone.bytes_read < data  # each byte of the blobs' data once, headers apart
     shapes = 2 * 8 * 3 * 8  # weight_shape is in the source alone
     assert checked.bytes_read - alone.bytes_read == 4_627_328 == alone.bytes_read + shapes
 
 
-def test_a_sample(pristine: Path) -> None:
-    checked = validate(pristine, KIMI_MINI, sample=3)
+def test_the_disk_is_asked_for_experts_ahead_of_their_turn(output: Path, monkeypatch) -> None:
+    """For just what is read of them then; the first two were not asked for."""
+    asked: list[tuple[str, int]] = []
+    read: list[tuple[str, int]] = []
+    real = Reader.read_into
+
+    def read_into(self: Reader, tensor: SourceTensor, out: NDArray[Any]) -> None:
+        read.append((tensor.shard, tensor.start))
+        real(self, tensor, out)
+
+    monkeypatch.setattr(Reader, "expect", lambda _, t: asked.append((t.shard, t.start)))
+    monkeypatch.setattr(Reader, "read_into", read_into)
+    monkeypatch.setattr("kconvert.validate.data._AHEAD", 2)
+    assert validate(output, KIMI_MINI, workers=1).ok
+    assert len(asked) == len(set(asked)) and set(asked) < set(read)
+    assert len(asked) == 2 * 6 * (6 + 2 * 4)  # layers, experts; tensors of the source, of ranks
+
+
+def test_a_sample(output: Path) -> None:
+    checked = validate(output, KIMI_MINI, sample=3)
     assert checked.ok and checked.experts == 2 * 2 * 3
 
 
-def test_a_sample_does_not_claim_the_whole(pristine: Path, kconvert) -> None:
-    said = kconvert("validate", pristine, "--source", KIMI_MINI, "--sample", 2).out
+def test_a_sample_does_not_claim_the_whole(output: Path, kconvert) -> None:
+    said = kconvert("validate", output, "--source", KIMI_MINI, "--sample", 2).out
     assert "every code and scale of 2 experts a layer is the source's" in said
 
 

@@ -34,26 +34,35 @@ extern "C" __global__ void __launch_bounds__(kThreads)
   const float* others = nullptr;
   if (peers)
     others = exchange_row<SIZE, kThreads>(sums + row, peers, ranks, rank, most, epochs);
-  float v[kEach][8];
-  float squares = 0.0f;
+  // All loads come before the first store, which they would wait for: it might be to where they are.
+  uint4 own[kEach];
+  float v[kEach][8] = {};
 #pragma unroll
   for (int j = 0; j < kEach; ++j) {
     const int k = (j * kThreads + threadIdx.x) * 8;
-    if (k >= SIZE) continue;
+    if (x && k < SIZE) own[j] = *reinterpret_cast<const uint4*>(x + row + k);
+  }
+  for (int r = 0; r < ranks; ++r) {
+    const float* from = !peers || r == rank ? sums + (peers ? 0 : r * all) + row
+                                            : others + (long long)r * most * SIZE;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[j][i] = 0.0f;
-    for (int r = 0; r < ranks; ++r) {
-      const float* from = !peers || r == rank ? sums + (peers ? 0 : r * all) + row
-                                              : others + (long long)r * most * SIZE;
+    for (int j = 0; j < kEach; ++j) {
+      const int k = (j * kThreads + threadIdx.x) * 8;
+      if (k >= SIZE) continue;
       const float4 a = __ldcg(reinterpret_cast<const float4*>(from + k));
       const float4 b = __ldcg(reinterpret_cast<const float4*>(from + k) + 1);
       const float part[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[j][i] = r ? v[j][i] + part[i] : part[i];
     }
+  }
+  float squares = 0.0f;
+#pragma unroll
+  for (int j = 0; j < kEach; ++j) {
+    const int k = (j * kThreads + threadIdx.x) * 8;
+    if (k >= SIZE) continue;
     if (x) {
-      const uint4 q = *reinterpret_cast<const uint4*>(x + row + k);
-      const u32 pair[4] = {q.x, q.y, q.z, q.w};
+      const u32 pair[4] = {own[j].x, own[j].y, own[j].z, own[j].w};
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         v[j][2 * i] = ranks ? bf16_low(pair[i]) + v[j][2 * i] : bf16_low(pair[i]);

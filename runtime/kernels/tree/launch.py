@@ -96,7 +96,7 @@ def walk(
         values, tokens, ranks, rows, chunks, step.tokens, step.parents, state, accepted, chosen,
         learnt, ring, len(ring),
     )  # fmt: skip
-    launch("tree/walk", {}, (1,), 256, args)
+    launch("tree/walk", {}, (1,), 1024, args)
 
 
 def compact(state: Tensor, accepted: Tensor, keys: Tensor) -> None:

@@ -2,34 +2,41 @@
 // its newest token another, and the host is told through a ring in its own memory.
 #include "tree/state.cuh"
 
-constexpr int kThreads = 256, kMost = 128;
+constexpr int kThreads = 1024, kMost = 128;
 
 // values fp64, tokens int32 [ranks, rows, chunks] of tree/pick
 // row_tokens, parents int32 [rows];  accepted int32 [rows]: rows of the path, root first
 // chosen int32 [rows]
 // learnt fp64 [kAutoSize] or null: what the budget auto corrects its promises by
 // ring int32 [entries, kMost + 8]: {step, rows accepted, rows, position that is not finite or -1,
-// whether the draft was wrong, whether it paid, 0, 0, tokens …}, the step last.  grid 1 x 256
-extern "C" __global__ void __launch_bounds__(kThreads)
+// whether the draft was wrong, whether it paid, 0, 0, tokens …}, the step last.  grid 1 x 1024
+extern "C" __global__ void __launch_bounds__(kThreads, 1)
     tree_walk(const double* values, const int* tokens, int ranks, int rows, int chunks,
               const int* row_tokens, const int* parents, int* state, int* accepted, int* chosen,
               double* learnt, volatile int* ring, int entries) {
-  __shared__ int choice[kMost], token_at[kMost], parent_of[kMost], path[kMost], length;
-  __shared__ int wrong_row;
+  __shared__ int choice[kMost], token_at[kMost], parent_of[kMost], child_of[kMost], path[kMost];
+  __shared__ int length, wrong_row;
   let_next_start();
   wait_for_previous();
-  const int count = min(state[kRows], rows), lane = threadIdx.x & 31;
+  const int count = min(state[kRows], rows), start = state[kStart], step = state[kSteps];
+  const int lane = threadIdx.x & 31;
+  if (threadIdx.x < rows) {
+    token_at[threadIdx.x] = row_tokens[threadIdx.x], parent_of[threadIdx.x] = parents[threadIdx.x];
+    child_of[threadIdx.x] = kMost;
+  }
   if (threadIdx.x == 0) wrong_row = kMost;
   __syncthreads();
   for (int r = threadIdx.x >> 5; r < count; r += kThreads / 32) {
     double best = -__longlong_as_double(0x7ff0000000000000ll);
     int token = 0x7fffffff;
     bool wrong = false;
+#pragma unroll 4
     for (int i = lane; i < ranks * chunks; i += 32) {
       const long long at = ((long long)(i / chunks) * rows + r) * chunks + i % chunks;
       const double value = values[at];
+      const int its = tokens[at];  // asked for with the value, not after it
       wrong |= value != value;
-      if (value > best || (value == best && tokens[at] < token)) best = value, token = tokens[at];
+      if (value > best || (value == best && its < token)) best = value, token = its;
     }
 #pragma unroll
     for (int d = 16; d; d /= 2) {
@@ -39,20 +46,22 @@ extern "C" __global__ void __launch_bounds__(kThreads)
     }
     wrong = __any_sync(~0u, wrong);
     if (lane == 0) {
-      choice[r] = chosen[r] = token, token_at[r] = row_tokens[r], parent_of[r] = parents[r];
+      choice[r] = chosen[r] = token;
       if (wrong) atomicMin(&wrong_row, r);
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int last = 0;
-    path[0] = 0;
-    for (int r = 1; r < count; ++r)  // children come after their parents
-      if (parent_of[r] == path[last] && token_at[r] == choice[parent_of[r]]) path[++last] = r;
-    length = last + 1;
+  const int r = threadIdx.x;
+  if (0 < r && r < count && token_at[r] == choice[parent_of[r]])
+    atomicMin(&child_of[parent_of[r]], r);
+  __syncthreads();
+  if (r == 0) {
+    int n = 0;
+    for (int row = 0; row < kMost; row = child_of[row]) path[n++] = row;
+    length = n;
   }
   __syncthreads();
-  const int n = length, start = state[kStart], step = state[kSteps];
+  const int n = length;
   volatile int* entry = ring + (long long)(step % entries) * (kMost + 8);
   for (int i = threadIdx.x; i < n; i += kThreads) {
     accepted[i] = path[i];
