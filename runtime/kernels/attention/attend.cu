@@ -1,208 +1,225 @@
-// One part of a row's attention: the up to 64 keys of positions 64 s … 64 s + 63 that it reads.
-// Below `prefix` a position's slot is the position; from there on the row's window has it. So a
-// drafted row reads the same values in the same order as a committed one, and a part's bits follow
-// from row, position and history alone. attention/merge adds the parts.
+// Parts of the rows' attention: sums of weights times values over the keys of a part, which spans.cuh
+// cuts; attention/merge adds the parts. A line is a head of a row.
 //
-// A part that lies below the prefix of several rows has the same keys for all: of a group of rows
-// the first such one's block makes all of theirs, so many at once as an MMA has room for.
+// A block has a span and up to LINES lines, whatever rows they are of: below their prefix all rows
+// have the same keys, whose slots are their positions. Or it has a part of one row's window, whose
+// slots a list has. So a drafted row reads the same values in the same order as a committed one.
 //
-// Keys that are not there are zeros with weight zero: a slot that is not read may hold NaN. The
-// softmax's weights go to the tensor core as two bf16, which together hold 16 bits of each.
+// A part goes tile by tile, as in flash attention: weights are 2^(score - greatest so far), and sums
+// are scaled when the greatest grows. A score is two MMA chains, over the first 32 of every 64 values
+// and over the others; the weights go to the tensor core as two bf16, which hold 16 bits of each.
+// Other lines, LINES and HALVES move work and no bit.
 //
-// Compile-time: HEADS, C (a multiple of 64), R; C + R a multiple of 16.
-#include "common.cuh"
+// Keys that are not there are zeros with weight zero: a slot that is not read may hold NaN.
+//
+// Compile-time: HEADS, C (a multiple of 64), R; C + R a multiple of 16; SPANS; LINES (16, 32, 64);
+// HALVES of a tile in shared memory (2, 3, 4): those past 2 are the next tile's.
+#include "attention/products.cuh"
 
-constexpr int kKeys = 64;
-constexpr int kWidth = C + R;
-constexpr int kLine = kWidth * 2 + 16;  // bytes; an odd number of 16: a matrix's rows lie in all banks
-constexpr int kWeightLine = kKeys * 2 + 16;
-constexpr int kScoreLine = kKeys + 4;
-constexpr int kWarps = 8, kThreads = kWarps * 32;
-constexpr int kColumns = C / kWarps;  // a warp's
-constexpr int kTileRows = 16 % HEADS ? 1 : 16 / HEADS;  // rows that an MMA has room for
-// Queries, and once scores are made, in their place, weights: high halves, then low ones.
-constexpr int kQueries = 16 * kLine, kWeights = 2 * 16 * kWeightLine;
-constexpr int kShared = kQueries > kWeights ? kQueries : kWeights;
+constexpr int kEights = kKeys / 2 / kWarps;  // lines of half a tile that a warp copies
+constexpr int kLanes = kThreads / LINES, kEach = kKeys / kLanes;  // of a line's softmax
+constexpr int kChunks = (HEADS + LINES - 1) / LINES, kTails = 2 * kChunks;  // of a row's window
+static_assert(LINES <= 32 * HEADS, "a lane for each row");
 
-extern __shared__ __align__(128) char smem[];
-
-// A set of rows without the lowest `n` of them.
-__device__ __forceinline__ u32 without_first(u32 rows, int n) {
-  for (int i = 0; i < n; ++i) rows &= rows - 1;
-  return rows;
-}
-
-// A line of C + R values into shared memory by a warp; zeros for none.
-__device__ __forceinline__ void copy_line(u32 to, const u16* from) {
-#pragma unroll
-  for (int c = threadIdx.x & 31; c < kWidth / 8; c += 32) {
-    if (from)
-      copy16_shared(to + c * 16, from + c * 8);
-    else
-      store_shared_f4(to + c * 16, make_float4(0, 0, 0, 0));
-  }
-}
+extern __shared__ __align__(1024) char smem[];
 
 // queries bf16 [rows, HEADS, C + R];  keys bf16 [slots, C + R]
 // positions, prefix, counts int32 [rows]: a row with count 0 reads nothing
 // windows int32 [rows, window];  parts fp32 [rows, most, HEADS, C]: sums, not yet divided
 // scales  fp32 [rows, most, HEADS, 2]: the greatest score, and the sum of weights
-// group   rows that may share keys, at most 32: no effect on any bit
-// grid (most, rows, ceil(HEADS / 16)) x 256
-extern "C" __global__ void __launch_bounds__(kThreads, 2)
+// scale   of a score, times log2 e;  spans: those that a row may have
+// grid spans * ceil(rows * HEADS / LINES) + rows * kTails, x 256: the longest first
+extern "C" __global__ void __launch_bounds__(kThreads, LINES == 16 && HALVES == 2 ? 2 : 1)
     attention_attend(const u16* queries, const u16* keys, const int* positions, const int* prefix,
                      const int* counts, const int* windows, int window, float scale, int most,
-                     int rows, int group, float* parts, float* scales) {
+                     int rows, int spans, float* parts, float* scales) {
   let_next_start();
   wait_for_previous();
-  const int part = blockIdx.x, row = blockIdx.y, head0 = blockIdx.z * 16;
-  const int first = part * kKeys, position = positions[row];
-  if (counts[row] == 0 || first > position) return;
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
-  const int row0 = row / group * group;
-  const bool shares = lane < group && row0 + lane < rows && counts[row0 + lane] != 0 &&
-                      first + kKeys <= prefix[row0 + lane];
-  u32 left = __ballot_sync(~0u, shares);  // the rows of the group to be done here
-  if (left >> (row - row0) & 1) {
-    if (__ffs(left) - 1 != row - row0) return;
-  } else {
-    left = 1u << (row - row0);
-  }
-  const int count = min(kKeys, position - first + 1);
-  char* key_lines = smem;
-  char* query_lines = smem + kKeys * kLine;
-  float* scores = reinterpret_cast<float*>(query_lines + kShared);
-  char* weights = query_lines;
+  const int groups = (rows * HEADS + LINES - 1) / LINES, rest = blockIdx.x - spans * groups;
+  const bool tail = rest >= 0;
+  const int span = tail ? rest % 2 : blockIdx.x / groups;
+  const int line0 =
+      tail ? rest / kTails * HEADS + rest % kTails / 2 * LINES : blockIdx.x % groups * LINES;
+  const int end = tail ? (rest / kTails + 1) * HEADS : rows * HEADS;
+  const int lines = min(LINES, end - line0), used = (lines + 15) / 16 * 16, row0 = line0 / HEADS;
 
-  const int begin = prefix[row];
-  const int* slots = windows + (long long)row * window - begin;  // of position p: slots[p]
-#pragma unroll 4
-  for (int r = warp; r < kKeys; r += kWarps) {
-    const int p = first + r;
-    const long long slot = r < count ? (p < begin ? p : slots[p]) : -1;
-    copy_line(smem_addr(key_lines) + r * kLine, slot < 0 ? nullptr : keys + slot * kWidth);
+  const u32 ring = smem_addr(smem), query_lines = ring + HALVES * kHalf;
+#pragma unroll
+  for (int i = 0; i < LINES / kWarps; ++i)
+    if (i * kWarps + warp < lines)
+      copy_line<LINES>(lane_at<LINES>(query_lines), i,
+                       queries + (long long)(line0 + i * kWarps + warp) * kWidth);
+  int slots[2] = {0, 0};  // of a window's keys: `lane` and `lane` + 32
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    const int k = span * kKeys + h * (kKeys / 2) + lane;
+    if (tail && k < window) slots[h] = windows[(long long)row0 * window + k];
   }
-  for (; left; left = without_first(left, kTileRows)) {
-    // The MMA's 16 lines are heads of one row, or all heads of several.
-    auto row_of = [&](int line) {  // -1: none
-      if (kTileRows == 1) return head0 + line < HEADS ? row0 + __ffs(left) - 1 : -1;
-      const u32 rest = without_first(left, line / HEADS);
-      return rest ? row0 + __ffs(rest) - 1 : -1;
+
+  // Of row `row0 + lane` the keys of this part, from a position on.
+  int from = 0, here = 0, part = span;
+  if ((row0 + lane) * HEADS < line0 + lines && counts[row0 + lane] != 0) {
+    const int below = prefix[row0 + lane], size = span_size(below);
+    if (tail) {
+      from = below + span * kKeys, here = min(kKeys, positions[row0 + lane] - from + 1);
+      part += spans_of(below);
+    } else {
+      from = span * size, here = min(size, below - from);
+    }
+  }
+
+  char* const score_lines = smem + HALVES * kHalf + LINES * kLine;
+  float(*const scores)[LINES][kScoreLine] = reinterpret_cast<float(*)[LINES][kScoreLine]>(score_lines);
+  float* const factors = scores[2][0];
+  // In the place of a line's scores, once they are read: its weights, high halves and low ones.
+  const u32 weights = smem_addr(score_lines);
+  const int sum_line0 = (kWarpgroups ? warp % 4 * 16 : 0) + (lane >> 2);
+  const int sum_column0 = (kWarpgroups ? warp / 4 : warp) * kColumns + (lane & 3) * 2;
+
+  // Rows with the same keys at once. They are one set, but where a span is some rows' last one.
+  for (u32 left = __ballot_sync(~0u, here > 0); left;) {
+    const int leader = __ffs(left) - 1;
+    const int count = __shfl_sync(~0u, here, leader), first = __shfl_sync(~0u, from, leader);
+    const int place = __shfl_sync(~0u, part, leader);
+    const u32 set = __ballot_sync(~0u, here == count && from == first);
+    left &= ~set;
+    auto takes = [&](int line) {
+      return line < lines && (set >> ((line0 + line) / HEADS - row0) & 1);
     };
-    auto head_of = [&](int line) { return kTileRows == 1 ? head0 + line : line % HEADS; };
     auto place_of = [&](int line) {
-      return ((long long)row_of(line) * most + part) * HEADS + head_of(line);
+      const int row = (line0 + line) / HEADS;
+      return ((long long)row * most + place) * HEADS + (line0 + line) % HEADS;
     };
-    for (int line = warp; line < 16; line += kWarps) {
-      const long long from = (long long)row_of(line) * HEADS + head_of(line);
-      copy_line(smem_addr(query_lines) + line * kLine,
-                row_of(line) < 0 ? nullptr : queries + from * kWidth);
-    }
-    commit_copies();
-    wait_copies<0>();
-    __syncthreads();
-
-    // Scores of 16 lines x 64 keys: a warp has 16 keys and half of C + R; the second half's sums
-    // wait for the first's.
-    constexpr int kSteps = kWidth / 16;
-    const int half = warp / 4, keys16 = warp % 4 * 16;
-    const u32 q_at = smem_addr(query_lines) + (lane & 15) * kLine + (lane >> 4) * 16;
-    const u32 k_at = smem_addr(key_lines) + (keys16 + (lane & 7) + ((lane >> 4) << 3)) * kLine +
-                     ((lane >> 3) & 1) * 16;
-    float4 score[2] = {};
-#pragma unroll 6
-    for (int k = half * kSteps / 2; k < (half + 1) * kSteps / 2; ++k) {
-      u32 a[4], b[4];
-      load_matrices(q_at + k * 32, a);
-      load_matrices(k_at + k * 32, b);
-      mma(score[0], a, b[0], b[1]);
-      mma(score[1], a, b[2], b[3]);
-    }
+    const int tiles = (count + kKeys - 1) / kKeys;
+    auto load = [&](int half) {  // of a tile
+      if (half < 2 * tiles) {
+        const u32 to = lane_at<kKeys / 2>(ring) + half % HALVES * kHalf;
+        const int k0 = half * (kKeys / 2) + warp;
+        const u16* from = keys + (long long)(first + k0) * kWidth;
+        if (!tail) {
 #pragma unroll
-    for (int turn = 1; turn >= 0; --turn) {
-      if (half == turn) {
+          for (int i = 0; i < kEights; ++i) copy_line<kKeys / 2>(to, i, from + i * kWarps * kWidth);
+        } else {
 #pragma unroll
-        for (int t = 0; t < 2; ++t) {
-          float* low = scores + (lane >> 2) * kScoreLine + keys16 + t * 8 + (lane & 3) * 2;
-          float* high = low + 8 * kScoreLine;
-          float4 v = score[t];
-          if (turn == 0) {
-            v = add(v, make_float4(low[0], low[1], high[0], high[1]));
-            v.x *= scale, v.y *= scale, v.z *= scale, v.w *= scale;
+          for (int i = 0; i < kEights; ++i) {
+            const int slot = __shfl_sync(~0u, half ? slots[1] : slots[0], warp + i * kWarps);
+            if (k0 + i * kWarps < count)
+              copy_line<kKeys / 2>(to, i, keys + (long long)slot * kWidth);
+            else
+              clear_line<kKeys / 2>(to, i);
           }
-          low[0] = v.x, low[1] = v.y, high[0] = v.z, high[1] = v.w;
+        }
+      }
+      commit_copies();
+    };
+
+#pragma unroll
+    for (int i = 0; i < HALVES; ++i) load(i);
+    Sums sum = {};
+    float greatest = -__int_as_float(0x7f800000), total = 0.0f;  // of a line, in its lanes
+    for (int t = 0; t < tiles; ++t) {
+      if (t == 0 || HALVES == 2) {
+        wait_copies<HALVES - 2>();
+        show_copies();
+        __syncthreads();
+      }
+
+      const u32 low = ring + 2 * t % HALVES * kHalf, high = ring + (2 * t + 1) % HALVES * kHalf;
+      make_scores(scores, query_lines, low, high, used);
+      __syncthreads();
+
+      // A line has kLanes lanes, each some keys that lie side by side: sums are one tree, of
+      // neighbours, whatever their number.
+      const int line = threadIdx.x / kLanes, part_of_line = threadIdx.x % kLanes;
+      if (line < used) {
+        const int key0 = part_of_line * kEach, there = count - t * kKeys - key0;
+        float w[kEach], added[kEach], tallest = greatest;
+#pragma unroll
+        for (int j = 0; j < kEach; j += 4) {
+          const float4 v = add(*reinterpret_cast<const float4*>(scores[0][line] + key0 + j),
+                               *reinterpret_cast<const float4*>(scores[1][line] + key0 + j));
+          w[j] = __fmul_rn(v.x, scale), w[j + 1] = __fmul_rn(v.y, scale);
+          w[j + 2] = __fmul_rn(v.z, scale), w[j + 3] = __fmul_rn(v.w, scale);
+        }
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)
+          if (j < there) tallest = fmaxf(tallest, w[j]);
+#pragma unroll
+        for (int d = 1; d < kLanes; d *= 2)
+          tallest = fmaxf(tallest, __shfl_xor_sync(~0u, tallest, d));
+#pragma unroll
+        for (int j = 0; j < kEach; ++j)  // a NaN stays one
+          added[j] = w[j] = j < there ? power_of_2(w[j] - tallest) : 0.0f;
+#pragma unroll
+        for (int d = 1; d < kEach; d *= 2)
+#pragma unroll
+          for (int j = 0; j < kEach; j += 2 * d) added[j] += added[j + d];
+#pragma unroll
+        for (int d = 1; d < kLanes; d *= 2) added[0] += __shfl_xor_sync(~0u, added[0], d);
+        const float factor = power_of_2(greatest - tallest);
+        total = fmaf(total, factor, added[0]), greatest = tallest;
+        if (part_of_line == 0) factors[line] = factor;
+        __syncwarp();  // all of its scores are read
+        char* to = score_lines + line * kWeightLine + key0 * 2;
+#pragma unroll
+        for (int j = 0; j < kEach; j += 4) {
+          const u32 one = pack_bf16(w[j], w[j + 1]), two = pack_bf16(w[j + 2], w[j + 3]);
+          *reinterpret_cast<uint2*>(to + j * 2) = make_uint2(one, two);
+          *reinterpret_cast<uint2*>(to + j * 2 + kKeys * 2) =
+              make_uint2(pack_bf16(w[j] - bf16_low(one), w[j + 1] - bf16_high(one)),
+                         pack_bf16(w[j + 2] - bf16_low(two), w[j + 3] - bf16_high(two)));
         }
       }
       __syncthreads();
-    }
 
-    // A warp has some lines; a lane the keys `lane` and `lane` + 32.
+      if (t) {
+        float grown[kSumLines / 16][2];
+        bool any = false;
 #pragma unroll
-    for (int line = warp; line < 16; line += kWarps) {
-      float s[2], weight[2];
-      const float none = -__int_as_float(0x7f800000);
+        for (int m = 0; m < kSumLines / 16; ++m)
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-        s[j] = lane + 32 * j < count ? scores[line * kScoreLine + lane + 32 * j] : none;
-      // A NaN among the scores must show: fmaxf would drop it.
-      float greatest = s[0] > s[1] || s[0] != s[0] ? s[0] : s[1];
+          for (int h = 0; h < 2; ++h) {
+            grown[m][h] = factors[sum_line0 + m * 16 + h * 8];
+            any |= grown[m][h] != 1.0f;
+          }
+        if (__any_sync(~0u, any)) {
 #pragma unroll
-      for (int d = 16; d; d /= 2) {
-        const float other = __shfl_xor_sync(~0u, greatest, d);
-        greatest = other > greatest || other != other ? other : greatest;
-      }
-      float total = 0.0f;
+          for (int m = 0; m < kSumLines / 16; ++m)
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        weight[j] = lane + 32 * j < count ? expf(s[j] - greatest) : 0.0f;
-        total += weight[j];
-        const u32 high = pack_bf16(weight[j], 0.0f);
-        char* to = weights + line * kWeightLine + (lane + 32 * j) * 2;
-        *reinterpret_cast<u16*>(to) = high;
-        *reinterpret_cast<u16*>(to + 16 * kWeightLine) =
-            pack_bf16(weight[j] - bf16_low(high), 0.0f);
-      }
-#pragma unroll
-      for (int d = 16; d; d /= 2) total += __shfl_xor_sync(~0u, total, d);
-      if (lane == 0 && row_of(line) >= 0) {
-        float* to = scales + place_of(line) * 2;
-        to[0] = greatest, to[1] = total;
-      }
-    }
-    __syncthreads();
-
-    // Values: a warp has C / 4 columns.
-    float4 sum[kColumns / 8] = {};
-    const u32 w_at = smem_addr(weights) + (lane & 15) * kWeightLine + (lane >> 4) * 16;
-    const u32 v_at = smem_addr(key_lines) + ((lane & 7) + ((lane >> 3) & 1) * 8) * kLine +
-                     (warp * kColumns + (lane >> 4) * 8) * 2;
-#pragma unroll
-    for (int k = 0; k < kKeys / 16; ++k) {
-      u32 high[4], low[4];
-      load_matrices(w_at + k * 32, high);
-      load_matrices(w_at + k * 32 + 16 * kWeightLine, low);
-#pragma unroll
-      for (int t = 0; t < kColumns / 8; t += 2) {
-        u32 b[4];
-        load_matrices_transposed(v_at + k * 16 * kLine + t * 16, b);
-        mma(sum[t], high, b[0], b[1]);
-        mma(sum[t], low, b[0], b[1]);
-        if (t + 1 < kColumns / 8) {
-          mma(sum[t + 1], high, b[2], b[3]);
-          mma(sum[t + 1], low, b[2], b[3]);
+            for (int c = 0; c < kColumns / 8; ++c) {
+              sum[m][c].x *= grown[m][0], sum[m][c].y *= grown[m][0];
+              sum[m][c].z *= grown[m][1], sum[m][c].w *= grown[m][1];
+            }
         }
       }
-    }
+      add_values(sum, weights, low, high, used, [&] {
+        if (HALVES == 3) {
+          __syncthreads();
+          load(2 * t + 3);
+        }
+      });
+      if (HALVES > 2) wait_copies<0>(), show_copies();
+      __syncthreads();
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int line = half * 8 + (lane >> 2);
-      if (row_of(line) < 0) continue;
-      float* to = parts + place_of(line) * C + warp * kColumns + (lane & 3) * 2;
-#pragma unroll
-      for (int t = 0; t < kColumns / 8; ++t)
-        *reinterpret_cast<float2*>(to + t * 8) =
-            half ? make_float2(sum[t].z, sum[t].w) : make_float2(sum[t].x, sum[t].y);
+      for (int i = HALVES + HALVES % 2; i < HALVES + 2; ++i) load(2 * t + i);
     }
-    __syncthreads();  // before the next queries take the weights' place
+
+    const int line = threadIdx.x / kLanes;
+    if (threadIdx.x % kLanes == 0 && takes(line))
+      *reinterpret_cast<float2*>(scales + place_of(line) * 2) = make_float2(greatest, total);
+#pragma unroll
+    for (int m = 0; m < kSumLines / 16; ++m)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        const int line = sum_line0 + m * 16 + h * 8;
+        if (!takes(line)) continue;
+        float* to = parts + place_of(line) * C + sum_column0;
+#pragma unroll
+        for (int c = 0; c < kColumns / 8; ++c)
+          *reinterpret_cast<float2*>(to + c * 8) =
+              h ? make_float2(sum[m][c].z, sum[m][c].w) : make_float2(sum[m][c].x, sum[m][c].y);
+      }
   }
+  wait_all_copies();  // a block that had nothing to read has asked for queries
 }

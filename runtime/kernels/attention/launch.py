@@ -1,16 +1,19 @@
 """The launches of MLA over the latent cache."""
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from kconvert.runtime.kernels.gpu import launch
+from kconvert.runtime.kernels.gpu import Gpu, gpu, launch
 from kconvert.runtime.kernels.linear.launch import linear_heads
 
-KEYS = 64  # of a part; the boundaries of the prefix's splits are multiples of it
+KEYS = 64  # of a tile; a prefix's boundary is a multiple of it
+SPANS = 64  # of a row's prefix at most: a span is as few tiles as that takes
+TAILS = 2  # parts of a row's window
+GROUP = 8  # parts that a warp of merge adds
 _WORKSPACE = 640 << 20  # bytes of parts at once
-_BLOCKS = 512  # of attend that are worth having
 
 
 @dataclass(frozen=True)
@@ -40,16 +43,57 @@ class AttentionShape:
         return {
             "store": {"Q": self.q_lora, "C": c, "R": r},
             "queries": {"HEADS": heads, "NOPE": self.nope, "VALUE": self.value, "C": c, "R": r},
-            "attend": {"HEADS": heads, "C": c, "R": r},
-            "merge": {"HEADS": heads, "C": c},
+            "merge": {"HEADS": heads, "C": c, "SPANS": SPANS},
         }
 
-    @property
-    def shared(self) -> int:
-        """Dynamic shared memory of a block of attend, in bytes."""
-        line = (self.kv_lora + self.rope) * 2 + 16
-        queries_or_weights = max(16 * line, 2 * 16 * (KEYS * 2 + 16))
-        return KEYS * line + queries_or_weights + 16 * (KEYS + 4) * 4
+
+@dataclass(frozen=True)
+class Form:
+    """How attend is cut: lines (a head of a row each) of a block, and halves of a tile that it has
+    in shared memory. No bit depends on it."""
+
+    lines: int
+    halves: int
+
+    def macros(self, shape: AttentionShape) -> dict[str, int]:
+        return {
+            "HEADS": shape.heads, "C": shape.kv_lora, "R": shape.rope, "SPANS": SPANS,
+            "LINES": self.lines, "HALVES": self.halves,
+        }  # fmt: skip
+
+    def shared(self, shape: AttentionShape) -> int:
+        """Dynamic shared memory of a block, in bytes."""
+        line = -(-(shape.kv_lora + shape.rope) * 2 // 128) * 128
+        scores = 2 * (KEYS + 4) + 1  # floats a line
+        return self.halves * KEYS // 2 * line + self.lines * (line + 4 * scores)
+
+    def grid(self, shape: AttentionShape, rows: int, spans: int) -> int:
+        """Blocks for so many spans of each row, then for windows."""
+        windows = rows * TAILS * -(-shape.heads // self.lines)
+        return spans * -(-rows * shape.heads // self.lines) + windows
+
+
+def spans(parts: int) -> int:
+    """Of a row that has at most so many tiles of 64 positions, the last of them not below its
+    prefix."""
+    return min(SPANS, parts - 1)
+
+
+def form(shape: AttentionShape, rows: int, parts: int, gpu: Gpu) -> Form:
+    """Each block reads its keys anew: as many lines a block as make three blocks for four SMs where
+    a cache is half full. Where blocks are many and have one tile each two share an SM, elsewhere a
+    block asks for its next tile ahead, if there is room."""
+    room, likely = gpu.shared_per_sm - 1024, min(SPANS, (parts - 1) // 2)
+    for lines in (64, 32, 16):
+        groups = -(-rows * shape.heads // lines)
+        ahead = Form(lines, 3 if lines == 64 else 4)
+        many = parts - 1 <= SPANS and ahead.grid(shape, rows, likely) > gpu.sms
+        forms = [Form(lines, 2)] if many else [ahead, Form(lines, 2)]
+        fitting = [made for made in forms if made.shared(shape) <= room]
+        wanted = 4 * likely * groups >= 3 * gpu.sms and 2 * rows * shape.heads > lines
+        if fitting and (lines == 16 or (wanted and lines <= 32 * shape.heads)):
+            return fitting[0]
+    raise ValueError(f"a tile of {KEYS} keys of {shape.kv_lora} + {shape.rope} does not fit {gpu}")
 
 
 def store(
@@ -77,8 +121,11 @@ def queries(
     """q bf16 [T, H (nope + R)] → bf16 [T, H, C + R]."""
     rows, width = len(q), shape.kv_lora + shape.rope
     out = torch.empty(rows, shape.heads, width, dtype=torch.bfloat16, device=q.device)
-    grid = shape.heads, -(-rows // 40), shape.kv_lora // 64
-    args = (q, kv_b, rows, positions, *tables, out)
+    columns, sms = shape.heads * (shape.kv_lora // 64), gpu(q.device.index).sms
+    # As few a block as make two blocks an SM; all of a block's take turns.
+    most = next((n for n in (8, 16, 24, 32) if columns * -(-rows // n) <= 2 * sms), 40)
+    grid = shape.heads, -(-rows // most), shape.kv_lora // 64
+    args = (q, kv_b, rows, most, positions, *tables, out)
     launch("attention/queries", shape.macros["queries"], grid, 128, args)
     return out
 
@@ -94,37 +141,31 @@ def attend(
     scale: float,
     shape: AttentionShape,
 ) -> Tensor:
-    """queries bf16 [T, H, C + R] over keys → bf16 [T, H, C]; at most `parts` parts of 64 keys."""
+    """queries bf16 [T, H, C + R] over keys → bf16 [T, H, C]; rows have at most `parts` tiles of 64
+    positions."""
     heads, c = shape.heads, shape.kv_lora
     out = torch.empty(len(queries), heads, c, dtype=torch.bfloat16, device=queries.device)
-    at_once = max(1, _WORKSPACE // (parts * heads * c * 4))
+    most = spans(parts) + TAILS
+    at_once = max(1, _WORKSPACE // (most * heads * c * 4))
     for begin in range(0, len(queries), at_once):
         part = slice(begin, begin + at_once)
         rows = len(queries[part])
-        sums = torch.empty(rows, parts, heads, c, device=queries.device)
-        scales = torch.empty(rows, parts, heads, 2, device=queries.device)
+        sums = torch.empty(rows, most, heads, c, device=queries.device)
+        scales = torch.empty(rows, most, heads, 2, device=queries.device)
+        made = form(shape, rows, parts, gpu(queries.device.index))
         launch(
-            "attention/attend", shape.macros["attend"], (parts, rows, -(-heads // 16)),
-            256,
+            "attention/attend", made.macros(shape), (made.grid(shape, rows, spans(parts)),), 256,
             (queries[part], keys, positions[part], prefix[part], counts[part], windows[part],
-             windows.shape[1], scale, parts, rows, sharing(rows, parts), sums, scales),
-            shared=shape.shared,
+             windows.shape[1], scale * math.log2(math.e), most, rows, spans(parts), sums, scales),
+            shared=made.shared(shape),
         )  # fmt: skip
-        warps = 4 if parts <= 40 else 16
+        warps = -(-most // GROUP)
         launch(
             "attention/merge", shape.macros["merge"] | {"WARPS": warps},
-            (heads, rows, -(-c // 64)), 32 * warps,
-            (positions[part], counts[part], sums, scales, parts, out[part]),
+            (heads, rows, -(-c // 128)), 32 * warps,
+            (positions[part], prefix[part], counts[part], sums, scales, most, out[part]),
         )  # fmt: skip
     return out
-
-
-def sharing(rows: int, parts: int) -> int:
-    """Rows whose keys a block loads once: two are one MMA's, more where blocks are many."""
-    group = 2
-    while group < 32 and rows * parts > group * _BLOCKS:
-        group *= 2
-    return group
 
 
 def expand(context: Tensor, kv_b: Tensor, shape: AttentionShape) -> Tensor:

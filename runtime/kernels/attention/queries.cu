@@ -1,6 +1,6 @@
 // Queries into latent space: a head's NOPE values times the key rows of kv_b, and R values rotated.
 // A sum is one MMA chain over NOPE. A block has 64 columns of one head, whose weights it asks for
-// before it waits, and up to 40 rows.
+// before it waits, and up to 40 rows: `most` of them, a multiple of 8.
 //
 // Compile-time: NOPE (a multiple of 32), VALUE, C (a multiple of 64), R (of 8), HEADS.
 #include "attention/rotate.cuh"
@@ -11,15 +11,15 @@ constexpr int kLine = NOPE * 2 + 16;  // bytes; an odd number of 16: a matrix's 
 
 // q     bf16 [rows, HEADS, NOPE + R];  kv_b bf16 [HEADS, NOPE + VALUE, C]
 // out   bf16 [rows, HEADS, C + R];  positions int32 [rows];  cos, sin fp32 [positions, R/2]
-// grid  (HEADS, ceil(rows / 40), C / 64) x 128
+// grid  (HEADS, ceil(rows / most), C / 64) x 128
 extern "C" __global__ void __launch_bounds__(kThreads)
-    attention_queries(const u16* q, const u16* kv_b, int rows, const int* positions,
+    attention_queries(const u16* q, const u16* kv_b, int rows, int most, const int* positions,
                       const float* cos, const float* sin, u16* out) {
   __shared__ __align__(128) char weights[NOPE * kColumns * 2];
   __shared__ __align__(16) char plain[kRows * kLine];
   let_next_start();
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int head = blockIdx.x, first = blockIdx.y * kRows, here = min(kRows, rows - first);
+  const int head = blockIdx.x, first = blockIdx.y * most, here = min(most, rows - first);
   const u16* w = kv_b + (long long)head * (NOPE + VALUE) * C + blockIdx.z * kColumns;
   // Lines of 128 bytes; the xor spreads the rows of a matrix over all banks.
   auto weight_at = [&](int n, int chunk16) {

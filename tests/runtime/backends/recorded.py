@@ -60,7 +60,7 @@ def recording(arch: str, monkeypatch: Any) -> list[Launch]:
 
     for module in (attention, drafter_launch, linear, moe, rows, tree):
         monkeypatch.setattr(module, "launch", record)
-    for module in (linear, moe):
+    for module in (attention, linear, moe):
         monkeypatch.setattr(module, "gpu", lambda index: GPUS[arch])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
     return made
