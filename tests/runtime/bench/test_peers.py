@@ -140,8 +140,8 @@ def humming_forward(
         assert expert_layout.dtype == torch.int64 and expert_layout.shape == (len(weight) + 1,)
         outputs.fill_(torch.nan)
         for expert, (first, end) in enumerate(zip(expert_layout, expert_layout[1:])):
-            values = w4a16_weight(weight[expert], weight_scale[expert]).float()
-            outputs[first:end] = (inputs[first:end].float() @ values.T).bfloat16()
+            values = w4a16_weight(weight[expert], weight_scale[expert]).double()
+            outputs[first:end] = (inputs[first:end].double() @ values.T).bfloat16()
         return outputs
     assert compute_config["gemm_type"] == "indexed"
     assert inputs.shape[1] == k and outputs.shape == (len(inputs) * top_k, n)
@@ -153,8 +153,8 @@ def humming_forward(
         row, expert = int(sorted_ids[place]), int(expert_ids[place // block])
         if row < len(outputs):
             assert outputs[row].isnan().all(), "a row twice"
-            values = w4a16_weight(weight[expert], weight_scale[expert]).float()
-            outputs[row] = (values @ inputs[row // top_k].float()).bfloat16()
+            values = w4a16_weight(weight[expert], weight_scale[expert]).double()
+            outputs[row] = (values @ inputs[row // top_k].double()).bfloat16()
     return outputs
 """,
 }
