@@ -1,4 +1,4 @@
-"""The engine: a converted model run with draft trees, and the CUDA kernels it is made of."""
+"""The engine: it runs a converted model with draft trees, on the CPU or with its CUDA kernels."""
 
 from typing import TYPE_CHECKING
 

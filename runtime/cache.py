@@ -1,4 +1,4 @@
-"""The latent cache: what attention reads of every token so far, and of the nodes of a draft."""
+"""The latent cache: what attention reads for every token so far, and for the nodes of a draft."""
 
 import numpy as np
 from numpy.typing import NDArray
@@ -9,7 +9,7 @@ Ints = NDArray[np.int64]
 
 class LatentCache:
     """Latents and rotated keys of every layer. A committed position's slot is the position itself;
-    a draft's nodes lie behind the committed ones."""
+    a draft's nodes lie after the committed ones."""
 
     def __init__(self, layers: int, slots: int, width: int) -> None:
         """All zero; `width` is C + R."""
@@ -17,8 +17,8 @@ class LatentCache:
         self.layers = list(self._keys)  # [slots, C + R] each
 
     def commit(self, slots: Ints, accepted: Ints) -> None:
-        """Keep the `accepted` ones of a step's rows at `slots`; they move to their positions'
-        slots. The others become NaN: read in error, they would be seen."""
+        """Keep the `accepted` rows of a step's rows at `slots`; they move to their positions'
+        slots. The others become NaN: if one is read in error, it shows."""
         start, end = slots[0], slots[0] + len(accepted)
         self._keys[:, start:end] = self._keys[:, start + accepted]
         self._keys[:, end : slots[-1] + 1] = np.nan

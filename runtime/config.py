@@ -1,4 +1,4 @@
-"""ModelConfig: what config.json says of the forward pass (DeepSeek-V3 MLA + MoE)."""
+"""ModelConfig: what config.json says about the forward pass (DeepSeek-V3 MLA + MoE)."""
 
 from collections.abc import Collection
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ GENERATION_NAME = "generation_config.json"
 
 @dataclass(frozen=True)
 class ModelConfig(Sizes):
-    """The sizes in config.json and what else the forward pass needs; names are the field's."""
+    """The sizes in config.json, and what else the forward pass needs; names are the field's."""
 
     positions: int
     top_k: int
@@ -33,9 +33,9 @@ class ModelConfig(Sizes):
 def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
     """The model of the checkpoint or output in `folder`.
 
-    `ignored_keys`: paths of keys (`text_config.some_key`) that may be there though nobody here
-    knows them. Raises CheckpointError if a size is absent or senseless, UnsupportedError if
-    the model asks for what this forward pass does not do, or for what is not known here.
+    `ignored_keys`: paths of keys (`text_config.some_key`) that may be there though they are not
+    known here. Raises CheckpointError if a size is absent or makes no sense, UnsupportedError if
+    the model needs what this forward pass does not do, or what is not known here.
     """
     whole = read_json(folder / CONFIG_NAME)
     _check_family(whole, folder / CONFIG_NAME)
@@ -66,7 +66,10 @@ def config_of(whole: dict[str, Any]) -> ModelConfig:
     yarn, sharpening = _yarn(rope)
     top_k = positive(config, "num_experts_per_tok")
     if top_k > sizes.experts:
-        raise CheckpointError(f"{CONFIG_NAME}: {top_k} experts a token of {sizes.experts}.")
+        raise CheckpointError(
+            f"{CONFIG_NAME}: num_experts_per_tok is {top_k}, expected at most the"
+            f" {sizes.experts} of n_routed_experts."
+        )
     return ModelConfig(
         **vars(sizes),
         positions=positive(config, "max_position_embeddings"),
@@ -108,7 +111,7 @@ _ROPE_KEYS = frozenset({
 
 def _rope(config: dict[str, Any]) -> dict[str, Any]:
     """The rotary settings: `rope_theta` and `rope_scaling`, or all of them in `rope_parameters`,
-    as transformers 5 writes them. Where both are there they must agree."""
+    as transformers 5 writes them. If both are there, they must agree."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     for key, table in (("rope_parameters", new), ("rope_scaling", old)):
         if table is not None and not isinstance(table, dict):
@@ -118,7 +121,8 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
         for key, value in table.items():
             if key not in _ROPE_KEYS:
                 raise UnsupportedError(
-                    f"{CONFIG_NAME}: {key} among the rotary settings is not known here."
+                    f"{CONFIG_NAME}: {key} is among the rotary settings and is not known here; it"
+                    " will not be guessed at."
                 )
             key = "rope_type" if key == "type" else key
             if value is not None and merged.setdefault(key, value) != value:
@@ -130,9 +134,8 @@ def _rope(config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _yarn(rope: dict[str, Any]) -> tuple[Yarn | None, float]:
-    """YaRN and what it multiplies the softmax scale with: mscale(mscale_all_dim)², as DeepSeek-V3
-    does. Where mscale = mscale_all_dim, as in Kimi's configs, cosines and sines stay as they are.
-    """
+    """YaRN, and the factor on the softmax scale: mscale(mscale_all_dim)², as in DeepSeek-V3.
+    If mscale = mscale_all_dim, as in Kimi's configs, cosines and sines stay as they are."""
     kind = rope.get("rope_type", "default")
     if kind == "default":
         plain = rope.keys() - {"rope_theta", "rope_type"}

@@ -1,8 +1,8 @@
-"""Tensor parallelism: one process a rank, started by torchrun, talking through gloo, and between
-GPUs through NCCL too.
+"""Tensor parallelism: a process for each rank, started by torchrun. They talk through gloo, and
+between GPUs through NCCL too.
 
-Partial sums are gathered and added in rank order in float32: the order of an all-reduce may depend
-on the message's size, and so on how many rows a step has.
+Partial sums are gathered and added in rank order in float32: an all-reduce's order may depend on
+the message's size, and so on how many rows a step has.
 """
 
 import atexit
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
 Step = TypeVar("Step")
 Array = NDArray[np.float32]
 MEETING = timedelta(minutes=5)  # how long ranks wait for one another to start
-_PATIENCE = 3.0  # seconds, before it is said who is waited for
-WORKING = timedelta(days=7)  # and once they have: a rank that ends is noticed without it
+_PATIENCE = 3.0  # seconds before it is said that ranks are waited for
+WORKING = timedelta(days=7)  # and once they have started: a rank that ends is noticed without it
 
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's rank of `size`; alone, every operation gives back what it was given."""
+    """This process's rank of `size`; alone, every operation returns what it was given."""
 
     rank: int = 0
     size: int = 1
     group: Any = None  # torch.distributed's; None: all processes
     gpus: Any = None  # the same ranks' group of GPUs, after `on_gpus`
-    watch: Watch | None = None  # over them, likewise
+    watch: Watch | None = None  # over their processes, after `on_gpus`
 
     def rank_slice(self, what: str, count: int) -> range:
         """This rank's part of `count` heads, rows or columns."""
@@ -89,8 +89,8 @@ class Ranks:
 
     @contextmanager
     def waiting(self, failed: str = "a step of {} ranks failed") -> Iterator[None]:
-        """Around what waits for other ranks' GPUs: none is waited for that has ended, and an error
-        of NCCL's or CUDA's is a sentence."""
+        """Around what waits for other ranks' GPUs: it does not wait for a rank that has ended, and
+        errors of NCCL and CUDA become one sentence."""
         import torch
 
         try:
@@ -115,7 +115,7 @@ class Ranks:
             ) from error
 
     def steps(self, rounds: Iterator[Step]) -> Iterator[Step]:
-        """The same, each made while the others' are waited for."""
+        """The same steps, each made within `waiting`."""
         nothing = object()
         while True:
             with self.waiting():
@@ -125,8 +125,8 @@ class Ranks:
             yield made  # type: ignore[misc]
 
     def all_gather_tensor(self, part: "Tensor") -> "Tensor":
-        """Every rank's `part`, on this rank's GPU [ranks, *shape], in rank order. It waits for
-        nothing on the host, and can be captured."""
+        """Every rank's `part` in rank order: [ranks, *shape] on this rank's GPU. The host waits for
+        nothing, and the call can be captured."""
         with _others_there():
             return self._all_gather(part)
 
@@ -139,8 +139,8 @@ class Ranks:
         return parts
 
     def shared_memory(self, size: int, device: Any) -> tuple[list[int], Any] | None:
-        """`size` bytes, zero, on each rank's GPU that every rank's can write: the addresses, in
-        rank order, and what owns them; None for one rank. All ranks call it."""
+        """`size` zero bytes on each rank's GPU, which every rank's GPU can write. → The addresses
+        in rank order, and what owns the memory; None for one rank. All ranks call it."""
         if self.size == 1:
             return None
         import torch
@@ -152,7 +152,7 @@ class Ranks:
         except RuntimeError as error:
             raise UnavailableError(
                 f"the GPUs of {self.size} ranks cannot write one another's memory"
-                f" ({_first_line(error)}): NVLink or peer access is needed."
+                f" ({_first_line(error)}): choose GPUs with NVLink or peer access between them."
             ) from error
         torch.cuda.synchronize(device)
         handle.barrier()  # nobody writes before all is zero
@@ -214,17 +214,17 @@ class Team:
 def _others_there() -> Iterator[None]:
     try:
         yield
-    except RuntimeError as error:  # gloo's, whatever was the matter with the connection
+    except RuntimeError as error:  # gloo's, for anything that goes wrong with a connection
         if _gpu_groups.cache_info().currsize:
             leave_at_exit()
         raise LostProcessError(f"{ENDED} ({_first_line(error)}).") from error
 
 
 def ranks_from_environment(output: Path) -> Ranks:
-    """The rank that torchrun started this process as, one of those that the converted folder
-    `output` is for; alone if it did not.
+    """The rank that torchrun started this process as, among those that the converted folder
+    `output` is for; a rank alone if torchrun did not start it.
 
-    Raises UnsupportedError before it waits for anybody if that is another number.
+    Raises UnsupportedError, before it waits for anyone, if another number of ranks was started.
     """
     tp, world = read_manifest(output).tp, _launched()[1]
     if tp != world:
@@ -239,7 +239,7 @@ def ranks_from_environment(output: Path) -> Ranks:
 
 
 def all_ranks_from_environment() -> Ranks:
-    """All processes that torchrun started, one team; alone if it did not."""
+    """All processes that torchrun started as one team; a rank alone if it started none."""
     return team_from_environment(_launched()[1]).ranks
 
 
@@ -260,7 +260,7 @@ def team_from_environment(size: int) -> Team:
 
 @cache
 def _groups(size: int, world: int) -> list[Any]:
-    """The group of all processes, then each team's. All processes make all of them, and once."""
+    """The group of all processes, then each team's. Every process makes all of them, once."""
     from torch import distributed
 
     address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
@@ -287,8 +287,8 @@ def _groups(size: int, world: int) -> list[Any]:
 
 @cache
 def _gpu_groups(size: int, world: int) -> list[Any]:
-    """Each team's group of GPUs, one a process of this host. NVLink multicast stays off: a program
-    that uses it can put the GPUs of a shared host out of service."""
+    """Each team's group of GPUs, one GPU for each process of this host. NVLink multicast stays off:
+    a program that uses it can put the GPUs of a shared host out of service."""
     import torch
     from torch import distributed
 
@@ -297,7 +297,7 @@ def _gpu_groups(size: int, world: int) -> list[Any]:
     if local >= torch.cuda.device_count():
         raise UnavailableError(
             f"this is process {local} of its host, which has {torch.cuda.device_count()} GPU(s):"
-            " start one a GPU."
+            " start one for each GPU."
         )
     torch.cuda.set_device(local)
     try:
@@ -307,13 +307,14 @@ def _gpu_groups(size: int, world: int) -> list[Any]:
         ]
     except (RuntimeError, ValueError) as error:
         raise UnavailableError(
-            f"the GPUs of {size} ranks could not meet through NCCL ({_first_line(error)})."
+            f"the GPUs of {size} ranks could not meet through NCCL ({_first_line(error)}): check"
+            " that each process has a GPU of its own, and run the same command again."
         ) from error
 
 
 @cache
 def _watch(ranks: Ranks) -> Watch | None:
-    """Over the team's processes. All ranks make it, and once."""
+    """A watch over the team's processes. Every rank makes it, once."""
     parts = ranks.gather(np.array(process_id(), np.int64))
     return watch([tuple(part.tolist()) for part in parts])
 

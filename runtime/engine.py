@@ -1,7 +1,7 @@
 """The engine: one generate loop over one verify step, in three modes.
 
 `ar` runs the newest token alone; `chain` and `ddtree` run a drafted chain or tree below it, and
-commit the path that the target's own choices follow. All give the same tokens, and the same
+commit the path that the target's own choices follow. All modes give the same tokens, and the same
 float32 logit bits at every committed position, by the rule in EXACTNESS.md.
 """
 
@@ -36,15 +36,16 @@ if TYPE_CHECKING:
 
 MODES = ("ar", "chain", "ddtree")
 PREFILL_ROWS = 64
-_HOTTEST = 1e6  # draws are even long before, and noise · T stays finite
-_MOST = 4096  # nodes of a budget: each keeps a slot in the cache
-_SHARED_HIDDEN = 2048  # a drafter's operations below this size are not worth sharing out
+_HOTTEST = 1e6  # draws are uniform long before that, and noise · T stays finite
+_MOST = 4096  # nodes of a budget: each takes a slot in the cache
+_SHARED_HIDDEN = 2048  # below this hidden size, a drafter's operations are too small for threads
 
 
 @dataclass
 class Generation:
-    """What `generate` made. `accepted[i]` tokens were committed by target forward i (the first is
-    the prompt's, which commits one); `parts` are seconds by what they were spent on."""
+    """What `generate` made. Target forward i committed `accepted[i]` tokens (the first is the
+    prompt's, which commits one); `logits` are float32 [V] for each token, if they were kept;
+    `parts` are seconds by what they were spent on."""
 
     tokens: list[int] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -56,7 +57,7 @@ class Generation:
 
     @property
     def committed_per_forward(self) -> float:
-        """Tokens a decode forward, bonus token included."""
+        """Tokens that a forward after the prompt commits on average, bonus token included."""
         rest = self.accepted[1:]
         return sum(rest) / len(rest) if rest else 0.0
 
@@ -73,7 +74,7 @@ class Engine:
         """`decoder` runs texts if the model is on a GPU."""
         self.model, self.drafter, self.decoder = model, drafter, decoder
         self._costs: CostCurve | None = None
-        # For budget "auto": what one text taught holds for the next.
+        # For the budget "auto": what was learned from one text holds for the next.
         self.pauses, self.calibration = Pauses(), Calibration()
 
     @classmethod
@@ -88,13 +89,14 @@ class Engine:
     ) -> "Engine":
         """Map the converted folder `blobs`, or load it onto the GPU, and read the DFlash `drafter`.
 
-        `device`: "cpu", "cuda", or "auto", a GPU if there is one whose kernels take the blobs;
-        `dtype`: float32 or bfloat16, what activations are rounded to: if not given, float32 on the
-        CPU; the GPU has bfloat16 alone. `ranks`: this process and the others
+        `device`: "cpu", "cuda", or "auto", which is a GPU if there is one whose kernels take the
+        blobs. `dtype`: float32 or bfloat16, what activations are rounded to; if not given, float32
+        on the CPU, and on a GPU always bfloat16. `ranks`: this process and the others
         (`ranks_from_environment`); alone if not given. Every rank makes the same calls.
-        Raises a KconvertError: no finished output, a part, another number of ranks, a file missing
-        or changed, a drafter for another target, a key in config.json that nobody here knows and
-        that is not among `ignore_config_keys`.
+
+        Raises a KconvertError if `blobs` is no finished output, is for another number of ranks, or
+        has a missing or changed file; if the drafter is for another target; if config.json has a
+        key that is not known here and not among `ignore_config_keys`.
         """
         folder = Path(blobs)
         ranks = ranks or Ranks()
@@ -133,14 +135,14 @@ class Engine:
         from kconvert.runtime.filling.filler import Filler
         from kconvert.runtime.filling.unread import UnreadBlobs
 
-        if share is not None:  # what will be refused is refused before anything is loaded
+        if share is not None:  # refuse what cannot be run before anything is loaded
             share.config.check_target(_target(config))
             check(share.config)
         ranks, opened = ranks.on_gpus(), None
         device = torch.device("cuda", torch.cuda.current_device())
         with ranks.waiting("opening on {} ranks failed"), Filler(memory_on(device)) as filler:
             model = Model(config, UnreadBlobs(blobs, filler), CudaBackend(config, ranks, device))
-            _ = model.weights  # which says where everything goes
+            _ = model.weights  # this tells the filler where everything goes
             filler.wait()
             if drafter is not None and share is not None:
                 weights = read_weights(
@@ -150,8 +152,8 @@ class Engine:
             return cls(model, opened, CudaDecoder(model, opened))
 
     def set_threads(self) -> None:
-        """Give torch one thread in this process if the drafter is so small that more would wait for
-        one another longer than they work. For a program that does nothing else with torch."""
+        """Give torch one thread in this process if the drafter is so small that more would mostly
+        wait for one another. For a program that does nothing else with torch."""
         drafter = self.drafter
         if self.device == "cpu" and drafter and drafter.config.hidden < _SHARED_HIDDEN:
             torch.set_num_threads(1)
@@ -162,8 +164,10 @@ class Engine:
         return "cuda" if self.decoder else "cpu"
 
     def logits(self, token_ids: Sequence[int]) -> NDArray[np.float32]:
-        """float32 [T, V] at every position of a text, as of a prompt. Raises UnsupportedError for
-        tokens that cannot be, CheckpointError if weights were changed."""
+        """float32 logits [T, V] at every position of a text, run as a prompt.
+
+        Raises OptionError for tokens that are not valid, CheckpointError if weights were changed.
+        """
         tokens = self.checked(token_ids, 0)
         model, ops = self.model, self.model.backend
         with ops.ranks.waiting():
@@ -191,9 +195,10 @@ class Engine:
         """Continue `token_ids` by `max_new_tokens` tokens, or up to a stop token (which is kept).
 
         `budget`: nodes of a draft, or "auto"; `chain_seed`: the likeliest chain comes before
-        likelier nodes; `on_tokens` is told tokens as they are committed. These change no bit:
-        `prompt_rows` tokens of the prompt a step, `bucket` rows of a GPU's step at least.
-        Raises UnsupportedError for a mode, budget, temperature, prompt or length that cannot be,
+        likelier nodes; `on_tokens` is told tokens as they are committed. These two change no bit:
+        `prompt_rows`, the tokens of the prompt in a step, and `bucket`, the rows of a GPU's step.
+
+        Raises OptionError for a mode, budget, temperature, prompt or length that is not valid,
         CheckpointError if logits are not finite or weights were changed.
         """
         prompt = self.checked(token_ids, max_new_tokens)
@@ -229,7 +234,7 @@ class Engine:
             on_tokens(tokens)
             if len(tokens) == room or tokens[-1] in self.model.config.stop_tokens:
                 break
-        if ranks.gpus:  # the step that was launched ahead wants the others to be there
+        if ranks.gpus:  # the step that was launched ahead needs the other ranks
             with ranks.waiting():
                 torch.cuda.synchronize()
         if drafter:
@@ -238,7 +243,7 @@ class Engine:
         return result
 
     def _drafts(self, mode: str, budget: int | str, chain_seed: bool) -> "Drafts | None":
-        """What a GPU's text drafts."""
+        """What is drafted for a text on a GPU; None: nothing."""
         from kconvert.runtime.backends.cuda_decoder import MOST_NODES, Drafts
 
         if mode == "ar":
@@ -248,7 +253,7 @@ class Engine:
             self.costs()
         nodes = MOST_NODES if budget == AUTO else int(budget)
         if nodes > MOST_NODES:
-            raise OptionError(f"budget {budget}: at most {MOST_NODES} on the GPU.")
+            raise OptionError(f"budget {budget}: the GPU's kernels take at most {MOST_NODES}.")
         if mode == "chain":
             nodes = min(nodes, self.drafter.config.block - 1)
         return Drafts(1 if mode == "chain" else nodes, nodes, chain_seed, budget == AUTO)
@@ -275,8 +280,8 @@ class Engine:
         keep_logits: bool,
         at_once: int,
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
-        """Committed tokens and, if they are kept, the logits each was chosen from, a target forward
-        at a time."""
+        """For each target forward, the committed tokens and, if they are kept, the logits they were
+        chosen from."""
         model, aux_layers = self.model, draft.aux_layers if draft else ()
         ops: HostBackend = model.backend
         cache, nothing = model.new_cache(slots), np.empty((0, 0), np.float32)
@@ -319,8 +324,8 @@ class Engine:
         return self._costs
 
     def checked(self, token_ids: Sequence[int], more: int) -> NDArray[np.int64]:
-        """`token_ids` as int64 [T]. Raises UnsupportedError if there is none, one is no token,
-        or they and `more` new ones do not fit the model's positions."""
+        """`token_ids` as int64 [T]. Raises OptionError if there are none, one is not a token, or
+        they and `more` new ones do not fit the model's positions."""
         config = self.model.config
         if len(token_ids) == 0:
             raise OptionError("the prompt is empty: give at least one token.")
@@ -344,7 +349,7 @@ class Engine:
         if budget != AUTO and not (isinstance(budget, int) and 0 <= budget <= _MOST):
             raise OptionError(f"budget {budget} is neither {AUTO} nor a number from 0 to {_MOST}.")
         if not 0 <= temperature <= _HOTTEST:
-            raise OptionError(f"temperature {temperature} is not from 0 to {_HOTTEST:g}.")
+            raise OptionError(f"temperature {temperature} is not between 0 and {_HOTTEST:g}.")
         if not 0 <= seed < 2**64:
             raise OptionError(f"seed {seed} is not a number from 0 to 2^64 - 1.")
 

@@ -35,7 +35,7 @@ LATENT_EPS = (
 
 
 class Mlp(NamedTuple):
-    """A rank's rows of gate and up, one below the other, and the same columns of down."""
+    """A rank's rows of gate and up, stacked, and the same columns of down."""
 
     gate_up: Weight  # [2N, D]
     down: Weight  # [D, N]
@@ -65,14 +65,14 @@ class Layer(NamedTuple):
 
 
 class _MlpWeights(TypedDict):
-    """What a `Layer` has of them."""
+    """The fields of `Layer` for its MLP or MoE."""
 
     moe: Moe | None
     mlp: Mlp | None
 
 
 class Weights(NamedTuple):
-    """The whole model's, or a rank's part of it."""
+    """The whole model's weights, or a rank's part of them."""
 
     embedding: Weight  # [V, D]
     layers: list[Layer]
@@ -89,7 +89,7 @@ class Model:
 
     def __init__(self, config: ModelConfig, blobs: Blobs, backend: Backend) -> None:
         self.config, self.blobs = config, blobs
-        self.backend: Any = backend  # whoever asks more of it says which one it is
+        self.backend: Any = backend  # callers that need more of it declare which one it is
         ranks = backend.ranks
         self._heads = ranks.rank_slice("heads", config.heads)
         self._vocabulary = ranks.rank_slice("tokens of the vocabulary", config.vocabulary)
@@ -103,7 +103,7 @@ class Model:
     ) -> tuple[Array, list[Array]]:
         """Run a step's rows, writing their latents into `cache`.
 
-        → hidden rows, normed, for `head` [T, D], and the outputs [T, D] of `aux_layers`.
+        → hidden rows [T, D], normed, for `head`, and the outputs [T, D] of `aux_layers`.
         """
         c, w, ops = self.config, self.weights, self.backend
         x, sums, outputs = ops.embed(w.embedding, step.tokens), None, []
@@ -126,12 +126,12 @@ class Model:
         return h, [outputs[layer + 1] for layer in aux_layers]
 
     def _mlp(self, h: Array, mlp: Mlp) -> Array:
-        """This rank's sums [T, D] of an MLP."""
+        """This rank's sums [T, D] for an MLP."""
         ops = self.backend
         return ops.sums(ops.gated(h, mlp.gate_up), mlp.down)
 
     def _moe(self, h: Array, moe: Moe, step: Step) -> Array:
-        """This rank's sums [T, D] of the experts."""
+        """This rank's sums [T, D] for the experts."""
         ops = self.backend
         logits, act = ops.sums_gated(h, moe.first, self.config.experts)  # [T, E], [T, N]
         shared = None if moe.down is None else ops.sums(act, moe.down)
@@ -143,11 +143,12 @@ class Model:
 
     @cached_property
     def weights(self) -> Weights:
-        """Looked up at the first forward, or before it by a backend that loads them."""
+        """All weights: looked up at the first forward, or before it if they are loaded onto a
+        GPU."""
         c, ops = self.config, self.backend
         name = "model.embed_tokens" if c.tied_head else "lm_head"
         rows = self._get(name, c.vocabulary, c.hidden)
-        head = ops.matrix(_part(rows, self._vocabulary))  # the largest first: each is one thread's
+        head = ops.matrix(_part(rows, self._vocabulary))  # the largest first: one thread loads each
         return Weights(
             embedding=ops.embedding(self._get("model.embed_tokens", c.vocabulary, c.hidden)),
             layers=[self._layer(number) for number in range(c.layers)],
@@ -227,17 +228,17 @@ class BlobExperts:
         self.experts = rank_experts(experts, split, blobs.rank)
 
     def codes(self, matrix: Matrix, expert: int) -> NDArray[np.int8]:
-        """Integers int8 [n, k] of the expert of this number: times `scales`, its weights."""
+        """See ExpertSource."""
         words = self._layout.unpack("code", self._stored(matrix, "code", expert))
         return integers(self._layout.quantization, words)
 
     def scales(self, matrix: Matrix, expert: int) -> Source:
-        """Their scales [n, groups]: bf16's bits, or float32."""
+        """See ExpertSource: bf16's bits, or float32."""
         scales = self._layout.unpack("scale", self._stored(matrix, "scale", expert))
         return factors(self._layout.quantization, scales)
 
     def stack(self, matrix: Matrix, role: Role) -> Source:
-        """The rank's experts in the layout of its blobs, as they lie."""
+        """See ExpertSource."""
         return self.blobs.stack(self._name(matrix, role))
 
     @property

@@ -54,7 +54,7 @@ def frequencies(dim: int, theta: float, yarn: Yarn | None) -> NDArray[np.float64
 def tables(
     dim: int, theta: float, yarn: Yarn | None, positions: NDArray[np.int64]
 ) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-    """cos and sin float32 [T, dim/2] at `positions`: of each row a function of its position."""
+    """cos and sin float32 [T, dim/2] at `positions`; each row depends on its position alone."""
     angles = positions[:, None].astype(np.float64) * frequencies(dim, theta, yarn)
     amplitude = yarn.amplitude if yarn else 1.0
     return (

@@ -1,9 +1,9 @@
 """Choosing a token from logits, reproducibly: a function of logits, seed, position and token ids.
 
-At temperature T > 0 T times Gumbel noise is added to the logits and the largest taken, which
-samples from softmax(logits / T) (Gumbel-max). The noise of a token depends on (seed, position,
-token) alone, so every mode draws the same token from the same logits. It has the same bits on the
-GPU: its logarithm is written out below in float64 operations that are rounded one by one.
+At a temperature T > 0, T times Gumbel noise is added to the logits and the largest is taken, which
+samples from softmax(logits / T) (Gumbel-max). The noise of a token depends only on (seed, position,
+token), so every mode draws the same token from the same logits. It has the same bits on the GPU:
+its logarithm is written out below in float64 operations that are rounded one by one.
 """
 
 import math
@@ -25,7 +25,7 @@ SERIES = tuple(1.0 / (2 * k + 1) for k in reversed(range(12)))
 def pick(
     logits: NDArray[np.float32], positions: Ints, temperature: float, seed: int
 ) -> NDArray[np.int64]:
-    """One token a row of logits [T, V]; `positions` [T] are where the tokens will stand.
+    """One token for each row of logits [T, V]; `positions` [T] are where the tokens will stand.
 
     Ties go to the lowest id. Raises CheckpointError if a row is not finite.
     """
@@ -35,15 +35,15 @@ def pick(
 def best(
     logits: NDArray[np.float32], positions: Ints, temperature: float, seed: int, first: int
 ) -> NDArray[np.float64]:
-    """logits [T, n], the columns from token `first` on of a larger row → float64 [T, 2]: the
-    greatest value with its noise, NaN if the row is not finite, and its token."""
+    """logits [T, n], which are the columns from token `first` on of larger rows → float64 [T, 2]:
+    the greatest value with its noise (NaN if the row is not finite), and its token."""
     found = np.empty((len(logits), 2), np.float64)
     _best(logits, positions, float(temperature), np.uint64(seed), first, found)
     return found
 
 
 def chosen(parts: list[NDArray[np.float64]], positions: Ints) -> Ints:
-    """The tokens [T] of the greatest value among the parts' `best`, which are in the order of
+    """The tokens [T] with the greatest value among the parts' `best`; the parts are in the order of
     their columns. Raises CheckpointError if a row is not finite."""
     values = np.stack([part[:, 0] for part in parts])
     finite = ~np.isnan(values).any(axis=0)
@@ -55,7 +55,7 @@ def chosen(parts: list[NDArray[np.float64]], positions: Ints) -> Ints:
 
 
 def not_finite(position: int) -> CheckpointError:
-    """Logits for this position hold NaN or an infinity."""
+    """The error for logits that hold NaN or an infinity."""
     return CheckpointError(
         f"the logits for position {position} are not finite: the weights are damaged or"
         " overflow in this dtype; run `kconvert validate` with --source."
@@ -74,14 +74,14 @@ def _best(logits, positions, temperature, seed, first, out):  # type: ignore[no-
                 break
             if temperature > 0:
                 value = value + temperature * gumbel(row, first + v)
-            if value > greatest:  # of equal ones the lowest id stays
+            if value > greatest:  # of equal values the lowest id stays
                 greatest, token = value, v
         out[t, 0], out[t, 1] = greatest, first + token
 
 
 @jit
 def gumbel(row, token):  # type: ignore[no-untyped-def]
-    """−ln(−ln u), of the u in (0, 1) that (seed, position) and token give."""
+    """−ln(−ln u) for the u in (0, 1) that row (seed and position) and token give."""
     bits = mix(row ^ np.uint64(token)) >> np.uint64(12)
     uniform = (np.float64(bits) + 0.5) / 4503599627370496.0  # 2**52: exact, never 0 or 1
     return -logarithm(-logarithm(uniform))

@@ -1,4 +1,4 @@
-"""`kconvert smoke-generate`: generate once, compare with `ar`, say how it went."""
+"""`kconvert smoke-generate`: generate once, compare with `ar`, and report."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from kconvert.runtime.tokenizer import RANKS_NAME, Tokenizer
 
 @dataclass(frozen=True)
 class Request:
-    """What is to be generated; the command line's options by the same names."""
+    """What to generate: the command line's options, by the same names."""
 
     prompt: str | None
     tokens: list[int] | None
@@ -42,7 +42,7 @@ def smoke(
     """Generate, `write` text as it comes, and report.
 
     The report's `differs` is the first position where text or logit bits are not those of `ar`
-    (null where none is, or where it was not asked for). Raises what `Engine` does.
+    (None if there is none, or if that was not asked for). Raises what `Engine` does.
     """
     ranks = ranks_from_environment(output)
     engine = Engine.open(output, drafter, dtype, ranks, device, request.ignore_config_keys)

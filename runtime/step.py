@@ -16,8 +16,9 @@ Ints = NDArray[np.int64]
 class Step:
     """Rows of a forward pass. A committed position's slot is the position itself.
 
-    Keys below `prefix` are read in splits of the backend's size. The boundary is a fixed function
-    of the position, a multiple of a split, and at most position − REACH: nothing drafted is below.
+    Keys below `prefix` are read in splits of the backend's size. That boundary is a fixed function
+    of the position, a multiple of a split, and at most position − REACH: nothing drafted is below
+    it.
     """
 
     tokens: Ints  # [T]
@@ -25,11 +26,11 @@ class Step:
     slots: Ints  # [T], where the row's latent is written
     prefix: Ints  # [T]
     windows: Ints  # [T, W], slots of the positions prefix … position, in order, then anything
-    counts: Ints  # [T], of which so many
+    counts: Ints  # [T], how many slots of `windows` count
 
 
 def sequence(tokens: Ints, start: int, split: int) -> Step:
-    """Committed tokens in a row, from position `start` on."""
+    """Consecutive committed tokens, from position `start` on."""
     parents = np.arange(-1, len(tokens) - 1)
     return _step(tokens, np.arange(len(tokens)), parents, start, split)
 
@@ -38,7 +39,7 @@ def drafted(anchor: int, tree: Tree, start: int, split: int) -> Step:
     """A committed token at position `start`, not yet run, and the drafted tree below it.
 
     Node i's latent goes to slot start + i; node i reads the committed positions, then its
-    ancestors' slots and its own, which is the order a committed row reads the same values in.
+    ancestors' slots and its own: the same values in the same order as a committed row.
     """
     tokens, depths = np.append(anchor, tree.token_ids), np.append(0, tree.depths)
     return _step(tokens, depths, tree.parents, start, split)
@@ -58,7 +59,7 @@ def _fill(start, depths, parents, split, positions, slots, prefix, windows, coun
         positions[row], slots[row] = start + depths[row], start + row
         prefix[row] = max(positions[row] - REACH, 0) // split * split
         counts[row] = positions[row] - prefix[row] + 1
-        committed = max(start - prefix[row], 0)  # none, where a prompt's own rows fill it
+        committed = max(start - prefix[row], 0)  # 0 if a prompt's own rows fill the window
         for i in range(committed):
             windows[row, i] = prefix[row] + i
         node = row

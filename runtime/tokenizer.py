@@ -39,9 +39,9 @@ KIMI_PATTERN = "|".join(
 
 
 class Tokenizer:
-    """Text ↔ token ids. The 256 ids behind the ranks are specials; tokenizer_config.json names
-    them, or they are `<|reserved_token_{id}|>`. Its `pat_str`, if it has one, replaces Kimi's
-    split pattern."""
+    """Text ↔ token ids. The 256 ids after the ranks are special tokens; tokenizer_config.json names
+    them, or they are `<|reserved_token_{id}|>`. Its `pat_str`, if it has one, replaces Kimi's split
+    pattern."""
 
     def __init__(self, folder: Path) -> None:
         """Raises UnsupportedError if `folder` has no tiktoken.model, CheckpointError if its
@@ -73,7 +73,7 @@ class Tokenizer:
             ) from None
 
     def encode(self, text: str, specials: bool = False) -> list[int]:
-        """Token ids; the specials' names are text unless `specials`."""
+        """The token ids of `text`. Names of special tokens are plain text unless `specials`."""
         tokens = self._coder.encode(
             text, allowed_special="all" if specials else set(), disallowed_special=()
         )
@@ -85,11 +85,13 @@ class Tokenizer:
         return tokens
 
     def decode(self, tokens: list[int]) -> str:
-        """Text; U+FFFD for bytes that are no UTF-8, and for ids that only pad the vocabulary."""
+        """The text of `tokens`; U+FFFD for bytes that are not UTF-8, and for ids that only pad the
+        vocabulary."""
         return self._bytes(tokens).decode("utf-8", "replace")
 
     def chat(self, message: str) -> list[int]:
-        """A user's message in the model's chat template, up to where the assistant speaks."""
+        """The token ids of a user's message in the model's chat template, up to where the assistant
+        answers. Raises UnsupportedError if there is no template or it cannot be rendered."""
         path = self._folder / TEMPLATE_NAME
         if not path.is_file():
             raise UnsupportedError(f"{self._folder} has no {TEMPLATE_NAME}: give a plain prompt.")
@@ -110,8 +112,8 @@ class Tokenizer:
         return self.encode(text, True)
 
     def printer(self, write: Callable[[str], object]) -> Callable[..., None]:
-        """A function that is given tokens as they come and writes whole characters; called with
-        `last`, it also writes a character that was cut off."""
+        """A function that takes tokens as they come and writes whole characters; if it is called
+        with `last`, it also writes a character that was cut off."""
         decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
         def tell(tokens: list[int], last: bool = False) -> None:
@@ -124,15 +126,15 @@ class Tokenizer:
         return b"".join(one(t) if 0 <= t < self.vocabulary else _UNKNOWN for t in tokens)
 
     def _named(self) -> dict[str, str]:
-        """bos_token and the like, by which templates know the specials."""
+        """bos_token and the like, by which templates refer to special tokens."""
         values = {key: v for key, v in self._config.items() if key.endswith("_token")}
         texts = {key: v.get("content") if isinstance(v, dict) else v for key, v in values.items()}
         return {key: text for key, text in texts.items() if isinstance(text, str)}
 
 
 def _environment() -> "ImmutableSandboxedEnvironment":
-    """As transformers renders chat templates, but without its `generation` tag, which marks text
-    for training."""
+    """An environment that renders chat templates as transformers does, but without its `generation`
+    tag, which marks text for training."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -164,7 +166,7 @@ def _environment() -> "ImmutableSandboxedEnvironment":
 
 
 def _read_ranks(path: Path) -> dict[bytes, int]:
-    """One base64 token and its rank a line."""
+    """Token → rank, from lines with a base64 token and its rank."""
     ranks: dict[bytes, int] = {}
     again = "the file is damaged or cut short, get it again"
     for number, line in enumerate(path.read_bytes().splitlines(), 1):
@@ -208,5 +210,7 @@ def _specials(path: Path, config: dict[str, Any], first: int) -> dict[str, int]:
         names[token] = name
     specials = {name: int(token) for token, name in names.items()}
     if len(specials) < SPECIALS:
-        raise CheckpointError(f"{path}: two tokens of added_tokens_decoder have one name.")
+        raise CheckpointError(
+            f"{path}: two tokens of added_tokens_decoder have the same name: get the file again."
+        )
     return specials

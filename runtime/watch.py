@@ -1,7 +1,7 @@
 """Whether the other ranks of a team on GPUs are still there.
 
-A step waits for them on the device, and the host for the step: if one has died nothing ends
-that wait, and no error is raised. So their processes are watched, on the one machine they share.
+A step waits for them on the device, and the host waits for the step: if one has died, nothing ends
+that wait, and no error is raised. So their processes are watched, on the machine they share.
 """
 
 import atexit
@@ -17,12 +17,12 @@ from pathlib import Path
 from kconvert.layouts.errors import LostProcessError
 
 ENDED = "another rank has ended, what it said tells why"
-_GRACE = 0.05  # seconds: who ended in good order left nothing to wait for
+_GRACE = 0.05  # seconds: a rank that ended in good order left nothing to wait for
 _UNAVAILABLE = 3  # the exit code of UnavailableError
 
 
 def process_id() -> tuple[int, int, int]:
-    """This process: which boot of which machine, which namespace of process ids, which id."""
+    """What identifies this process: the machine's boot, the namespace of process ids, the id."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:15]
     return int(boot, 16), os.stat("/proc/self/ns/pid").st_ino, os.getpid()
 
@@ -38,8 +38,7 @@ class Watch:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Around whatever waits for the others. Raises UnavailableError if one has ended before
-        it began."""
+        """Around whatever waits for the others. Raises LostProcessError if one had ended before."""
         self._inside, self._entered = True, self._entered + 1
         try:
             if self._ended:
@@ -62,8 +61,8 @@ class Watch:
 
 
 def watch(processes: Sequence[tuple[int, ...]]) -> Watch | None:
-    """A watch over all of `processes` but this one; None if they do not share a machine, or the
-    system has no way to watch them."""
+    """A watch over all of `processes` but this one; None if they do not share a machine, or if the
+    system cannot watch them."""
     mine = process_id()
     if any(process[:2] != mine[:2] for process in processes):
         return None
@@ -74,12 +73,12 @@ def watch(processes: Sequence[tuple[int, ...]]) -> Watch | None:
 
 
 def leave_at_exit() -> None:
-    """From now on end without taking leave of NCCL and CUDA, which would wait for who is gone."""
+    """Let this process end without closing NCCL and CUDA, which would wait for the lost rank."""
     atexit.register(leave)
 
 
 def leave() -> None:
-    """End now."""
+    """End this process now, with the exit code of UnavailableError."""
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(_UNAVAILABLE)

@@ -1,5 +1,5 @@
-"""The blobs as arrays: mapped, so that memory grows with what is touched, not with the model, and
-compared with their digests when they are first used, so that no damage becomes a token."""
+"""The blobs as arrays: mapped, so that memory grows with what is used, not with the model, and
+compared with their digests at first use, so that damage never becomes a token."""
 
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,11 +36,11 @@ NUMPY = {
     "F8_E8M0": np.uint8,
 }
 _FLOATS, _WORDS, _BYTES = ("BF16", "F32"), ("I32",), ("U8", "F8_E8M0")
-# Parameters that a forward pass reads → what it can read them in.
+# Parameters that a forward pass reads → the dtypes it can read.
 _DTYPES = {"weight": _FLOATS, "e_score_correction_bias": _FLOATS} | {
     tensor.name: _WORDS if tensor.role == "code" else _FLOATS for tensor in STACKED
 }
-# Experts in MXFP4 have these.
+# The same for experts in MXFP4.
 _MXFP4_DTYPES = _DTYPES | {tensor.name: _BYTES for tensor in STACKED if tensor.role == "scale"}
 _SMALL_FILES = (
     CONFIG_NAME, GENERATION_NAME,
@@ -48,7 +48,7 @@ _SMALL_FILES = (
 )  # fmt: skip
 _VISION_BLOB = f"{COMMON_FOLDER}/{VISION}.safetensors"
 MODEL_PREFIXES = ("language_model.", "")
-# Common tensors of which a rank keeps its part alone.
+# Common tensors of which a rank keeps only its part.
 _CUT = {
     "embed_tokens", "lm_head", "q_proj", "q_b_proj", "kv_b_proj", "o_proj", "gate_proj", "up_proj",
     "down_proj",
@@ -56,7 +56,7 @@ _CUT = {
 
 
 class StoredTensor(NamedTuple):
-    """A tensor in the mapped file `data`; `digests`: its own, or of each expert if stacked."""
+    """A tensor in the mapped file `data`; `digests`: its own, or each expert's if it is stacked."""
 
     path: Path
     data: NDArray[np.uint8]
@@ -68,12 +68,12 @@ class Blobs:
     """One rank's view of a converted model: its own experts, and every common tensor."""
 
     def __init__(self, folder: Path, ranks: Ranks) -> None:
-        """Map this rank's blobs in `folder`, and compare their headers and what small files the
-        manifest has of those that generating reads with it; of tensors, no data is read.
+        """Map this rank's blobs in `folder`. Their headers, and the small files that generating
+        reads, are compared with the manifest; no tensor's data is read.
 
-        Raises UnfinishedOutputError if that is no finished output or a part of one,
-        UnsupportedError if it holds a dtype that is not computed with, CheckpointError naming a
-        file that is missing or was changed.
+        Raises UnfinishedOutputError if `folder` is not an output or only a part of one,
+        UnsupportedError if it is for another number of ranks or holds a dtype that the engine does
+        not compute with, CheckpointError naming a file that is missing or was changed.
         """
         self.manifest: Manifest = read_manifest(folder)
         if not self.manifest.complete:
@@ -107,7 +107,7 @@ class Blobs:
         path = self._sized(name)
         try:
             header, info = read_blob(path)
-        except KconvertError:  # whose advice is for a source
+        except KconvertError:  # its advice is for a source
             raise _changed(f"{path} has a damaged header") from None
         if digest(header.raw) != self.manifest.files[name].digest:
             raise _changed(f"{path} has another header than was written")
@@ -125,7 +125,7 @@ class Blobs:
             if dtypes is not None and tensor.dtype not in dtypes:
                 raise UnsupportedError(
                     f"{path}, tensor {tensor.name}: {tensor.dtype} found, the engine computes with"
-                    f" {' or '.join(dtypes)}: convert a checkpoint that has it so."
+                    f" {' or '.join(dtypes)}: convert a checkpoint that has this dtype."
                 )
             digests = info.expert_digests.get(tensor.name) or [info.digests[tensor.name]]
             self._tensors[tensor.name] = StoredTensor(path, data, tensor, digests)
@@ -138,7 +138,7 @@ class Blobs:
         return path
 
     def get(self, name: str, shape: tuple[int, ...]) -> NDArray[Any]:
-        """The tensor `name` (without `language_model.`), bf16 as uint16, its data compared with
+        """The tensor `name` (without `language_model.`), bf16 as uint16. Its data is compared with
         its digest at the first call.
 
         Raises CheckpointError if it is absent, has another shape or was changed.
@@ -147,7 +147,8 @@ class Blobs:
         return self._read(tensor, range(len(tensor.digests))).reshape(shape)
 
     def columns(self, name: str, shape: tuple[int, int], part: range) -> NDArray[Any]:
-        """Some columns of a matrix; a copy of them, made once, unless they are all."""
+        """Some columns of a matrix: a copy, made once, unless they are all of them. Raises as
+        `get`."""
         if len(part) == shape[1]:
             return self.get(name, shape)
         if name not in self._columns:
@@ -156,17 +157,17 @@ class Blobs:
         return self._columns[name]
 
     def expert(self, name: str, local: int) -> NDArray[Any]:
-        """The part of a layer's stacked tensor that is the rank's expert number `local`, in the
-        layout's shape; as `get`, and no other expert is read."""
+        """The rank's expert number `local` of a layer's stacked tensor, in the layout's shape. No
+        other expert is read. Raises as `get`."""
         tensor = self.find(name)
         return self._read(tensor, range(local, local + 1)).reshape(tensor.entry.shape[1:])
 
     def dtypes(self, ending: str) -> set[str]:
-        """The dtypes of the tensors whose names end so."""
+        """The dtypes of the tensors whose names end with `ending`."""
         return {t.entry.dtype for name, t in self._tensors.items() if name.endswith(ending)}
 
     def kept_bytes(self) -> int:
-        """What this rank keeps of all tensors if it copies them, a tied head apart."""
+        """Bytes of all tensors that this rank keeps if it copies them, without a tied head."""
         total, size = 0, self.manifest.tp
         for name, tensor in self._tensors.items():
             cut = name.split(".")[-2] in _CUT
@@ -174,13 +175,14 @@ class Blobs:
         return total
 
     def stack(self, name: str) -> NDArray[Any]:
-        """All of the rank's experts in a layer's stacked tensor, in its own shape; as `get`."""
+        """All of the rank's experts in a layer's stacked tensor, in its own shape. Raises as
+        `get`."""
         tensor = self.find(name)
         return self._read(tensor, range(len(tensor.digests))).reshape(tensor.entry.shape)
 
     def find(self, name: str, shape: tuple[int, ...] | None = None) -> StoredTensor:
-        """Where the tensor `name` lies. Raises CheckpointError if it does not, or has another
-        shape."""
+        """Where the tensor `name` lies. Raises CheckpointError if there is none, or if it has
+        another shape."""
         full = self.prefix + name
         if full not in self._tensors:
             raise CheckpointError(
@@ -196,7 +198,8 @@ class Blobs:
         return tensor
 
     def _read(self, tensor: StoredTensor, parts: range) -> NDArray[Any]:
-        """Some of the parts that have a digest each, flat; each is hashed as mapped, once."""
+        """Some of the parts that have a digest each, as a flat array; each is hashed once, where it
+        is mapped."""
         path, data, entry, digests = tensor
         size = entry.nbytes // len(digests)
         for part in parts:

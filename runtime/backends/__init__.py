@@ -1,1 +1,1 @@
-"""The operations of a forward pass, a module a backend."""
+"""The operations of a forward pass, a module for each backend."""

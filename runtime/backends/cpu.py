@@ -1,4 +1,4 @@
-"""The operations on the CPU: numpy arrays, float32 whatever they are rounded to, numba's loops."""
+"""The operations on the CPU: numpy arrays and numba's loops in float32, rounded to bf16 or not."""
 
 from typing import NamedTuple
 
@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kconvert.layouts.quantization import dequantize
+from kconvert.layouts.scan import widened
 from kconvert.runtime import rope, sampling
 from kconvert.runtime.backends import cpu_loops as loops
 from kconvert.runtime.backends.kept import Kept
@@ -19,8 +20,8 @@ from kconvert.runtime.step import Ints, Step, drafted, sequence
 Array = NDArray[np.float32]
 Matrix = tuple[Source, ...]
 
-SPLIT = 64  # keys a split of the committed prefix
-EXPERT_BYTES = 4 << 30  # of dequantized experts that are kept
+SPLIT = 64  # keys in a split of the committed prefix
+EXPERT_BYTES = 4 << 30  # of dequantized experts, kept for later steps
 
 
 class CpuBackend:
@@ -190,7 +191,7 @@ class Experts:
         self._source, self._kept, self._bf16 = source, kept, bf16
 
     def __getitem__(self, expert: int) -> Weights:
-        """The expert of this number. It is eight or four times the size of its codes."""
+        """The expert with this number, dequantized: eight or four times the size of its codes."""
         key = self._source.layer, expert
         return Weights(*self._kept.get(key, lambda: tuple(self._made(expert))))
 
@@ -202,7 +203,7 @@ class Experts:
 
 
 def weight_bits(codes: NDArray[np.int8], scales: Source, bf16: bool) -> Source:
-    """codes [N, K] times scales [N, groups], exactly as float32, or rounded to bf16's bits."""
+    """codes [N, K] times scales [N, groups]: exact float32, or rounded to bf16's bits, uint16."""
     values = dequantize(codes, widen(scales))
     if not bf16:
         return values
@@ -212,11 +213,10 @@ def weight_bits(codes: NDArray[np.int8], scales: Source, bf16: bool) -> Source:
 
 def widen(bits: Source) -> Array:
     """bf16 bits → float32; float32 as it is."""
-    if bits.dtype == np.float32:
-        return bits
-    return (bits.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return bits if bits.dtype == np.float32 else widened(bits, "BF16")
 
 
 def rope_tables(config: ModelConfig, positions: int) -> tuple[Array, Array]:
-    """cos and sin float32 [positions, R/2], on the host for every backend: the same bits."""
+    """cos and sin float32 [positions, R/2]. Every backend takes them from here, so that their bits
+    are the same."""
     return rope.tables(config.rope_dim, config.rope_theta, config.yarn, np.arange(positions))

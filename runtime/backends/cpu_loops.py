@@ -1,7 +1,7 @@
-"""The CPU backend's loops: each row by one and the same sequence of instructions.
+"""The CPU backend's loops: the same sequence of instructions for each row.
 
-Exactness by construction: whatever else is in the step, a row's sums are taken in the same order,
-so its bits cannot depend on it. (A library's matmul would not do: another row count, other bits.)
+They are exact by construction: a row's sums are taken in the same order whatever else is in the
+step, so its bits cannot depend on it. (A library's matmul gives other bits for other row counts.)
 Arrays are C-contiguous float32 [rows, …]; weights are read as they lie in the blobs,
 bf16 as their bits, uint16, or float32. Sums are float32; the compiler may spread them over SIMD
 lanes, the same way for every row. `bf16` says whether results are rounded to it.
@@ -55,7 +55,7 @@ def nearest_bf16(typingctx, value):  # type: ignore[no-untyped-def]
 
 @fast
 def rounded(values, bf16):  # type: ignore[no-untyped-def]
-    """values [n] in place."""
+    """Round values [n] to bf16 in place, if `bf16`."""
     if bf16:
         for i in range(values.size):
             values[i] = nearest_bf16(values[i])
@@ -118,7 +118,8 @@ def rotate(x, cos, sin, out):  # type: ignore[no-untyped-def]
 
 @fast
 def store_latents(low, weight, epsilon, positions, slots, cos, sin, latent, bf16, keys):  # type: ignore[no-untyped-def]
-    """Latents of low [T, C + R], normed, and its keys, rotated, into keys [slots, C + R]."""
+    """Norm the latents of low [T, C + R], rotate its keys, and write both into keys [slots,
+    C + R]."""
     for t in range(low.shape[0]):
         row, p = keys[slots[t]], positions[t]
         rms_norm(low[t, :latent], weight, epsilon, bf16, row[:latent])
@@ -183,8 +184,8 @@ def _split(query, keys, slots, count, scale, scores, best, total, sums):  # type
 
 @fast
 def attend(queries, keys, split, prefix, windows, counts, scale, bf16, out):  # type: ignore[no-untyped-def]
-    """A query reads the slots 0 … prefix[t] − 1 in splits, then windows[t, :counts[t]] in that
-    order, which is the order of positions; the parts are merged by log-sum-exp in that order."""
+    """A query reads the slots 0 … prefix[t] − 1 in splits, then windows[t, :counts[t]] in order,
+    which is that of their positions; the parts are merged by log-sum-exp in the same order."""
     positions = np.arange(split)
     scores = np.empty(max(split, windows.shape[1]), np.float32)
     for t in range(queries.shape[0]):
@@ -239,7 +240,7 @@ def route(logits, bias, normalize, factor, ids, weights):  # type: ignore[no-unt
 
 @fast
 def expert(h, ids, weights, number, w13, w2, bf16, y):  # type: ignore[no-untyped-def]
-    """Write into y [T, k, D] the weighted output of the expert `number`, for the rows of h [T, D]
+    """Write the weighted output of the expert `number` into y [T, k, D], for the rows of h [T, D]
     and the slots that chose it."""
     chosen = 0
     for t in range(ids.shape[0]):
@@ -267,7 +268,7 @@ def expert(h, ids, weights, number, w13, w2, bf16, y):  # type: ignore[no-untype
 
 @fast
 def add_slots(y, out):  # type: ignore[no-untyped-def]
-    """A token's experts y [T, k, D] added in slot order into out [T, D]."""
+    """Add each token's experts y [T, k, D] in slot order into out [T, D]."""
     for t in range(y.shape[0]):
         for slot in range(y.shape[1]):
             for k in range(y.shape[2]):

@@ -38,7 +38,7 @@ from kconvert.runtime.step import drafted
 
 Pair = tuple[Tensor, Tensor]
 _SIGNED = {2: torch.int16, 4: torch.int32}
-PEER_ROWS = 128  # of an exchange through shared memory: they are all on the GPU at once
+PEER_ROWS = 128  # at most in an exchange through shared memory: their blocks all run at once
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CudaBackend:
         return vector
 
     def _fill(self, target: Tensor, values: Source) -> None:
-        """With an array at once, or with what brings itself (filling/unread.py)."""
+        """Copy an array into `target`, or have a filler bring it (filling/unread.py)."""
         if values.dtype.itemsize != target.element_size():
             raise UnsupportedError(
                 f"a weight {list(values.shape)} is {values.dtype}: the GPU's kernels take BF16;"
@@ -115,7 +115,7 @@ class CudaBackend:
             values.into(bits_of(target))
 
     def experts_of(self, source: ExpertSource) -> Experts:
-        """As the rank's file has them: one piece of memory, four views."""
+        """One piece of memory, as the rank's file has them, with four views of it."""
         c, stacks, at = self.config, [], 0
         sources = [source.stack(stacked.matrix, stacked.role) for stacked in STACKED]
         image = torch.empty(sum(s.nbytes for s in sources), dtype=torch.uint8, device=self.device)
@@ -161,7 +161,7 @@ class CudaBackend:
         )  # fmt: skip
 
     def drafted(self, token: int, start: int, drafts: Tree) -> StepRows:
-        """The protocol's; texts grow theirs on the device."""
+        """See the protocol; in texts, the device grows the tree."""
         step = drafted(token, drafts, start, SPLIT)
 
         def int32(values: NDArray[np.int64]) -> Tensor:
@@ -269,8 +269,7 @@ class CudaBackend:
         return self.ranks.rank * logits.shape[1]
 
     def choices(self, logits: Tensor, step: StepRows, sampling: Tensor) -> Pair:
-        """All ranks' best values and tokens [ranks, T, chunks]; sampling float64 {temperature,
-        seed's bits}."""
+        """All ranks' best values and tokens [ranks, T, chunks]; `sampling` as `sampling_tensor`."""
         values, tokens = tree.pick(logits, self.first_token(logits), step.positions, sampling)
         return self.exchange(values), self.exchange(tokens)
 

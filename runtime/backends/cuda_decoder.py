@@ -23,16 +23,16 @@ from kconvert.runtime.sampling import not_finite
 
 BUCKETS = (1, 2, 4, 8, 16, 33, 65)  # rows of a captured step
 MOST_NODES = tree.NODES
-# A step: without a drafter; with one that only follows; with its draft; with one that is cut.
+# Kinds of step: without a drafter; with one that only reads; with its draft; with a draft cut.
 ALONE, PAUSED, DRAFTED, AUTO = "alone", "paused", "drafted", "auto"
 PREFILL_ROWS = 1024
-_ENTRIES = 16  # of the ring; two steps are under way at most
+_ENTRIES = 16  # of the ring; at most two steps are under way
 _PATIENCE = 60.0  # seconds that a step may take
 
 
 @dataclass
 class Round:
-    """A captured step and what it leaves behind."""
+    """A captured step, and the tensors it leaves behind."""
 
     graph: torch.cuda.CUDAGraph
     logits: Tensor  # float32 [rows, V / ranks]
@@ -41,7 +41,8 @@ class Round:
 
 @dataclass(frozen=True)
 class Drafts:
-    """What is drafted: `width` choices a depth, up to `budget` nodes, or as many as pay."""
+    """What is drafted: `width` choices at each depth, up to `budget` nodes; if `auto`, as many as
+    pay."""
 
     width: int
     budget: int
@@ -50,7 +51,7 @@ class Drafts:
 
 
 class CudaDecoder:
-    """One text at a time over one cache, which grows; its graphs are captured at first use."""
+    """Runs one text at a time over one cache, which grows. Graphs are captured at first use."""
 
     def __init__(self, model: Model, drafter: CudaDrafter | None) -> None:
         self.model, self.drafter = model, drafter
@@ -83,8 +84,8 @@ class CudaDecoder:
         bucket: int | None = None,
         prompt_rows: int | None = None,
     ) -> Iterator[tuple[list[int], NDArray[np.float32]]]:
-        """Committed tokens and, if they are kept, the logits each was chosen from, a target
-        forward at a time. `bucket`: rows of the graph, if not the fewest that hold the draft."""
+        """For each target forward, the committed tokens and, if they are kept, the logits they were
+        chosen from. `bucket`: rows of the graph, if not the fewest that hold the draft."""
         self._reserve(len(prompt) + new_tokens + 3 * BUCKETS[-1])
         self.forwards = 0
         rows = bucket or bucket_of(1 + (drafts.budget if drafts else 0))
@@ -141,7 +142,7 @@ class CudaDecoder:
             self.drafter.reserve(self._capacity)
 
     def _begin(self, sampling: Sampling, drafts: Drafts | None) -> None:
-        """Before a text: the device idle, its numbers set."""
+        """Prepare the device for a text: wait until it is idle, and set its numbers."""
         torch.cuda.synchronize(self._ops.device)
         self._entries[:] = 0
         self._state.zero_()
@@ -156,8 +157,8 @@ class CudaDecoder:
     def _prefill(
         self, prompt: NDArray[np.int64], at_once: int, drafts: bool, first: int = 0
     ) -> Tensor:
-        """Run the prompt from position `first` on and choose the token behind it; the logits
-        [1, V / ranks] of that."""
+        """Run the prompt from position `first` on, and choose the token after it. → The logits
+        [1, V / ranks] it was chosen from."""
         aux = self.drafter.config.target_layer_ids if drafts and self.drafter else ()
         for begin in range(first, len(prompt), at_once):
             step = self._ops.sequence(prompt[begin : begin + at_once], begin)
@@ -187,14 +188,15 @@ class CudaDecoder:
             self._step(*key)  # compiles and loads, which no capture may
             torch.cuda.synchronize(self._ops.device)
             graph = torch.cuda.CUDAGraph()
-            # NCCL's own thread asks for events meanwhile.
+            # thread_local, as NCCL's own thread queries events meanwhile.
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 logits, accepted = self._step(*key)
             self._rounds[key] = Round(graph, logits, accepted)
         return self._rounds[key]
 
     def _step(self, rows: int, kind: str) -> tuple[Tensor, Tensor]:
-        """Draft, grow, verify, pick, walk, compact; then the drafter's context."""
+        """Draft, grow, verify, pick, walk, compact; then extend the drafter's context. → The
+        target's logits and the accepted rows."""
         ops, state = self._ops, self._state
         step = tree.empty_rows(rows, self._capacity // tree.SPLIT + 1, ops.device)
         drafter = self.drafter if kind != ALONE else None
@@ -234,13 +236,16 @@ class CudaDecoder:
         return torch.zeros(5, dtype=torch.int32, device=self._ops.device)
 
     def _wait(self, step: int) -> None:
-        """Until a step has told what it committed."""
+        """Wait until a step has written what it committed."""
         entry = self._entries[(step - 1) % _ENTRIES]
         begin = time.perf_counter()
         while entry[0] != step:
             if time.perf_counter() - begin > _PATIENCE:
                 torch.cuda.current_stream(self._ops.device).query()  # raises a kernel's error
-                raise UnavailableError(f"the GPU has not ended a step in {_PATIENCE:.0f} s.")
+                raise UnavailableError(
+                    f"the GPU has not ended a step in {_PATIENCE:.0f} s: see whether another"
+                    " program holds it (nvidia-smi), and run the same command again."
+                )
 
     def _read(self, step: int) -> tuple[list[int], int, bool]:
         """The tokens that a step committed, its rows, and whether its draft paid."""
@@ -250,14 +255,14 @@ class CudaDecoder:
         if entry[4]:
             raise CheckpointError(
                 "the drafter's logits hold NaN or +inf: its weights are damaged or of another"
-                " precision."
+                " precision; download the drafter again."
             )
         count = int(entry[1])
         return entry[tree.HEADER : tree.HEADER + count].tolist(), int(entry[2]), bool(entry[5])
 
     def wrong_slot(self) -> int | None:
-        """The first slot of the cache that is not as the last step should have left it: finite
-        where a token is committed, NaN where a row was rejected."""
+        """The first slot of the cache that is not as the last step should have left it: finite for
+        a committed token, NaN for a rejected row."""
         start, _, before, _, count = self._state[:5].tolist()
         finite = self._cache.keys.isfinite().all(dim=2).all(dim=0)
         nan = self._cache.keys[:, start : before + count].isnan().all(dim=2).all(dim=0)
@@ -265,11 +270,11 @@ class CudaDecoder:
         return int(wrong[0]) if len(wrong) else None
 
     def unlike_tokens(self, count: int) -> NDArray[np.int64]:
-        """Tokens that go to unlike experts, as a tree's do."""
+        """Random tokens, which go to different experts, as a tree's do."""
         return np.random.default_rng(0).integers(self.model.config.vocabulary, size=count)
 
     def measure(self) -> CostCurve:
-        """Seconds of a step by its rows, and of a draft; `auto` cuts trees by them."""
+        """Measure the seconds of a step by its rows, and of a draft; `auto` cuts trees by them."""
         self._reserve(4 * BUCKETS[-1])
         tokens = self.unlike_tokens(BUCKETS[-1])
         points = []
@@ -279,7 +284,7 @@ class CudaDecoder:
             points.append((rows, seconds_of(captured(run, self._ops.device))))
         self._state.zero_()
         draft = seconds_of(captured(lambda: self.drafter.draft(self._state), self._ops.device))  # type: ignore[union-attr]
-        # Clocks differ: what rank 0 found is everybody's, for all must cut the same trees.
+        # Clocks differ, and all ranks must cut the same trees: they take what rank 0 measured.
         points, draft = self._ops.ranks.broadcast((points, draft))
         curve = CostCurve.measured(points)
         table = [draft, *curve(np.arange(1, tree.NODES + 2)).tolist()]
@@ -291,12 +296,12 @@ _NOTHING = np.empty((0, 0), np.float32)
 
 
 def bucket_of(rows: int) -> int:
-    """The least bucket of so many rows, or the largest."""
+    """The smallest bucket that holds so many rows, or the largest bucket."""
     return next((bucket for bucket in BUCKETS if bucket >= rows), BUCKETS[-1])
 
 
 def captured(run: Callable[[], object], device: torch.device) -> torch.cuda.CUDAGraph:
-    """One call as a graph."""
+    """One call of `run`, captured as a graph."""
     run()
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()
@@ -306,7 +311,7 @@ def captured(run: Callable[[], object], device: torch.device) -> torch.cuda.CUDA
 
 
 def seconds_of(graph: torch.cuda.CUDAGraph, repeats: int = 20) -> float:
-    """Of a replay, the median."""
+    """The median time of a replay."""
     times = []
     for _ in range(repeats):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

@@ -1,4 +1,4 @@
-"""Which device a model is run on: what was asked for, what is here, what the kernels take."""
+"""Which device runs a model: what was asked for, what is here, what the kernels take."""
 
 import sys
 from pathlib import Path
@@ -23,11 +23,11 @@ def choose(
     ranks: Ranks,
     drafter_bytes: int = 0,
 ) -> tuple[str, str]:
-    """("cpu" or "cuda", dtype). "auto" is the GPU if there is one that can, and says on stderr
-    why not if there is one that cannot; a dtype that is not given follows the device.
+    """("cpu" or "cuda", dtype). "auto" is the GPU if there is one that can run the model; if there
+    is one that cannot, stderr says why. A dtype that is not given follows the device.
 
-    Raises UnsupportedError for what cannot be run where it was asked for, UnavailableError where
-    there is no GPU or its memory is too small, also of "auto".
+    Raises OptionError if the device that was asked for cannot run the model, UnavailableError if
+    there is no GPU, DeviceMemoryError if its memory is too small, also for "auto".
     """
     if device not in DEVICES:
         raise OptionError(f"device {device!r} is none of {', '.join(DEVICES)}.")
@@ -44,7 +44,7 @@ def choose(
     if why is not None:
         if device == "cuda":
             raise OptionError(f"{folder}: {why}; run it with --device cpu.")
-        print(f"kconvert: on the CPU, for {why}.", file=sys.stderr)
+        print(f"kconvert: on the CPU, as {why}.", file=sys.stderr)
         return "cpu", dtype or "float32"
     _check_memory(folder, config, blobs, ranks, drafter_bytes)
     return "cuda", "bfloat16"

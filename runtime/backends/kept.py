@@ -1,4 +1,4 @@
-"""What is dear to make and large to keep: the newest of it, within a bound of bytes."""
+"""A cache of arrays that are slow to make and large to keep, bounded in bytes."""
 
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -9,8 +9,8 @@ Arrays = tuple[NDArray[Any], ...]
 
 
 class Kept:
-    """Arrays by key, those used longest ago given up first if they would pass `most` bytes
-    together. One entry alone may be larger."""
+    """Arrays by key. If all together would pass `most` bytes, those used longest ago are given up.
+    One entry alone may be larger."""
 
     def __init__(self, most: int) -> None:
         self._most, self.nbytes = most, 0

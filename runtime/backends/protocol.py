@@ -37,14 +37,14 @@ class Norm(NamedTuple):
 
 
 class LatentNorms(NamedTuple):
-    """What MLA's low-rank rows are normed by; `query` is None if queries have no such rows."""
+    """The norms of MLA's low-rank rows; `query` is None if queries have no such rows."""
 
     query: Norm | None
     key: Norm
 
 
 class Sampling(NamedTuple):
-    """How a token is chosen: sampling.py."""
+    """How a token is chosen (sampling.py): greedily at temperature 0."""
 
     temperature: float = 0.0
     seed: int = 0
@@ -57,14 +57,14 @@ class ExpertSource(Protocol):
     experts: range  # the model's numbers
 
     def stack(self, matrix: Matrix, role: Role) -> Source:
-        """All of them in the layout of its blobs, as they lie."""
+        """All of them, as they lie in the blob."""
 
     def codes(self, matrix: Matrix, expert: int) -> Source:
-        """Integers int8 [n, k] of the expert of this number, whose products with `scales` are its
-        weights: signed codes, or of MXFP4 twice their values."""
+        """Integers int8 [n, k] of the expert with this number, whose products with `scales` are its
+        weights: signed codes, or for MXFP4 twice their values."""
 
     def scales(self, matrix: Matrix, expert: int) -> Source:
-        """Their scales [n, groups]."""
+        """The scales of these codes [n, groups]."""
 
 
 class Backend(Protocol):
@@ -76,10 +76,10 @@ class Backend(Protocol):
     # ---- weights, when a model is opened
 
     def matrix(self, *parts: Source) -> Weight:
-        """Matrices [n, K] that multiply the same rows, one below the other: [N, K]."""
+        """Matrices [n, K] that multiply the same rows, stacked: [N, K]."""
 
     def embedding(self, table: Source) -> Weight:
-        """The whole table [V, D], of which a rank may keep its part: for `embed`."""
+        """The whole table [V, D], for `embed`; a rank may keep only its part."""
 
     def vector(self, values: Source) -> Weight:
         """A norm's weight or a bias, read as float32 where it is used."""
@@ -93,33 +93,35 @@ class Backend(Protocol):
         """Room for the latents of `slots` tokens; `cache.layers` are the layers' [slots, C + R]."""
 
     def sequence(self, tokens: NDArray[np.int64], start: int) -> Step:
-        """A step of committed tokens in a row, from position `start` on."""
+        """A step of consecutive committed tokens, from position `start` on."""
 
     def drafted(self, token: int, start: int, tree: Any) -> Step:
         """A committed token at position `start`, not yet run, and the drafted tree below it. Node
         i's latent goes to slot start + i; it reads the committed positions, its ancestors' slots
-        and its own, the order in which a committed row reads the same values."""
+        and its own: the same values in the same order as a committed row."""
 
     # ---- the forward pass, in its order
 
     def embed(self, table: Weight, tokens: Array) -> Array:
-        """The embeddings of tokens [T], a step's or others: activations [T, D]."""
+        """The embeddings of tokens [T], of a step or not: activations [T, D]."""
 
     def linear(self, x: Array, weight: Weight) -> Array:
         """x [T, K] times the transpose of weight [N, K]: activations [T, N]."""
 
     def sums(self, x: Array, weight: Weight) -> Array:
-        """The same as sums [T, N], not rounded."""
+        """The same product as sums [T, N], not rounded."""
 
     def gated(self, x: Array, weight: Weight) -> Array:
-        """SiLU(gate) · up of `linear` by a weight [gate N | up N, K]: activations [T, N]."""
+        """SiLU(gate) · up, where gate and up are `linear` by the halves of a weight [gate N | up N,
+        K]: activations [T, N]."""
 
     def sums_gated(self, x: Array, weight: Weight, sums: int) -> tuple[Array, Array]:
-        """`sums` of the weight's first `sums` rows, a `matrix`'s first part, and `gated` of the
-        others: [T, sums] and activations [T, N]."""
+        """`sums` by the weight's first `sums` rows, which are a `matrix`'s first part, and `gated`
+        by the others: [T, sums] and activations [T, N]."""
 
     def add_norm(self, x: Array, sums: Array | None, norm: Norm) -> tuple[Array, Array]:
-        """x + the ranks' sums [T, D], added in rank order, and that normed: activations [T, D]."""
+        """x + the ranks' sums [T, D], added in rank order; that, and it normed: activations [T, D]
+        both."""
 
     def store_latents(self, low: Array, norms: LatentNorms, step: Step, layer: Layer) -> Array:
         """low [T, Q + C + R]: norm the first Q, which is the result; norm the next C, rotate the
@@ -136,28 +138,28 @@ class Backend(Protocol):
         """Attended latents times the value rows of kv_b: activations [T, H·v]."""
 
     def route(self, logits: Array, bias: Weight, step: Step) -> tuple[Array, Array]:
-        """noaux_tc: the k experts of the greatest sigmoid(logit) + bias, best first, ties to the
+        """noaux_tc: the k experts with the greatest sigmoid(logit) + bias, best first, ties to the
         lowest id; weights are their sigmoids, normalized, times a factor. → ids, weights [T, k]."""
 
     def experts(
         self, h: Array, routing: tuple[Array, Array], experts: Weight, shared: Array | None
     ) -> Array:
-        """This rank's part of a token's experts, added in the order of its k slots, then its part
-        of the shared expert's sums [T, D]: sums [T, D]."""
+        """This rank's part of each token's experts, added in the order of its k slots, and then
+        `shared`, its part of the shared expert's sums [T, D]: sums [T, D]."""
 
     # ---- tokens
 
     def pick(self, logits: Array, step: Step, sampling: Sampling) -> Array:
-        """The token that follows each row, of this rank's columns of logits [T, V / ranks] and of
-        the others': int64 [T]. Raises CheckpointError if a row is not finite."""
+        """The token that follows each row, chosen from all ranks' columns of logits; this rank has
+        [T, V / ranks]. → int64 [T]. Raises CheckpointError if a row is not finite."""
 
     def gather(self, logits: Array) -> NDArray[np.float32]:
-        """All ranks' columns of logits, in the host's memory [T, V]."""
+        """All ranks' columns of logits, in the host's memory: [T, V]."""
 
 
 class HostBackend(Backend, Protocol):
-    """One whose texts are led by the host: it grows a tree, and takes what a step accepted, between
-    two forward passes. On a GPU that is part of a step's graph (`cuda_decoder`)."""
+    """A backend whose texts the host leads: between two forward passes it takes what a step
+    accepted, and grows a tree. On a GPU that is part of a step's graph (`cuda_decoder`)."""
 
     def grow(
         self, ids: NDArray[np.int64], logprobs: NDArray[np.float32], budget: int, chain_seed: bool
@@ -168,5 +170,5 @@ class HostBackend(Backend, Protocol):
         """Follow the chosen tokens from the root: the accepted rows, and the token after them."""
 
     def compact(self, cache: Cache, step: Step, accepted: NDArray[np.int64]) -> None:
-        """Keep the accepted ones of a step's rows, which move to their positions' slots. The
-        others become NaN: read in error, they would be seen."""
+        """Keep a step's accepted rows, which move to their positions' slots. The others become NaN:
+        if one is read in error, it shows."""

@@ -1,7 +1,8 @@
-"""The operations in plain torch, on any device: what every backend's are compared with.
+"""The operations in plain torch, on any device: tests compare every backend's with them.
 
 Roundings are those of the table in ../kernels/NOTES.md; sums are taken as torch takes them, in
-float32 or, for a reference without rounding, in float64. Not row-invariant, and not for generating.
+float32 or, for a reference without rounding, in float64. They are not row-invariant, and not for
+generating text.
 """
 
 from dataclasses import replace
@@ -31,7 +32,7 @@ class Cache:
 
 
 class TwinBackend:
-    """See protocol.py. Activations are bfloat16, or `wide` if nothing is rounded."""
+    """See protocol.py. Activations are bfloat16; with dtype float32 (`wide`) nothing is rounded."""
 
     def __init__(
         self,
@@ -47,7 +48,7 @@ class TwinBackend:
         self._cos, self._sin = (self._read(table) for table in rope_tables(config, 0))
 
     def _read(self, source: Source) -> Tensor:
-        """A tensor of the blobs, wide; bf16 comes as its bits."""
+        """A tensor of the blobs, which has bf16 as its bits, widened."""
         tensor = torch.from_numpy(np.ascontiguousarray(source))
         if tensor.dtype == torch.uint16:
             tensor = tensor.view(torch.bfloat16)

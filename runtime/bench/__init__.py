@@ -1,1 +1,2 @@
-"""`kconvert bench decode`, `exact` and `moe`; what was measured lies in results/."""
+"""The engine's benches: `kconvert bench moe`, `linear`, `tree`, `exchange`, `load`, `decode`,
+`projection` and `exact`. What was measured is in results/."""

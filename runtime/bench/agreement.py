@@ -1,8 +1,8 @@
-"""How near two engines' logits are, and where their routers choose other experts.
+"""How near two engines' logits are, and where their routers choose different experts.
 
-A choice between two experts whose scores differ by less than rounding moves them is a toss: another
-device may take the other expert, and the position's logits are another sum from there on. Such
-positions are counted, and left out of the comparison.
+If two experts' scores differ by less than rounding moves them, the choice between them is a toss:
+another device may take the other expert, and from there on the position's logits are another sum.
+Such positions are counted, and left out of the comparison.
 """
 
 from collections.abc import Iterator, Sequence
@@ -16,7 +16,7 @@ from kconvert.runtime.engine import Engine
 from kconvert.runtime.model import Model
 
 NEAR = 3e-2  # of a row of logits, relative
-TOSS = 1e-2  # between scores of experts, sigmoids: a few roundings of bf16 below one
+TOSS = 1e-2  # between scores of experts, sigmoids: a few of bf16's roundings below one
 MOST_TOSSES = 0.02  # of all positions
 
 
@@ -39,7 +39,7 @@ class Recorded:
 
 @contextmanager
 def recorded(model: Model) -> Iterator[Recorded]:
-    """While it lasts, what the model's routers are given and choose."""
+    """Record what the model's routers are given and choose, while the block runs."""
     whole = model.backend
     model.backend = kept = Recorded(whole)
     try:
@@ -51,9 +51,9 @@ def recorded(model: Model) -> Iterator[Recorded]:
 def agreement(
     engine: Engine, reference: Engine, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Any]:
-    """For every position of the prompts the relative distance of its logits, and whether its
-    experts are others. `unlike`: positions where they are and the reference's scores were further
-    apart than TOSS, in the first layer that differs: no toss, but an error."""
+    """For every position of the prompts, the relative distance of its logits, and whether its
+    experts differ. `unlike`: positions whose experts differ though the reference's scores, in the
+    first layer that differs, are further apart than TOSS: that is no toss, but an error."""
     distances, tossed, margins = [], [], []
     for prompt in prompts:
         found, mine = _run(engine, prompt)
@@ -78,7 +78,7 @@ def agreement(
 
 
 def _run(engine: Engine, prompt: Sequence[int]) -> tuple[NDArray[np.float32], list[Any]]:
-    """Logits [T, V], and of each layer with experts the scores [T, E] and the choices [T, k]."""
+    """Logits [T, V], and for each layer with experts the scores [T, E] and the choices [T, k]."""
     config = engine.model.config
     with recorded(engine.model) as kept:
         logits = engine.logits(prompt)
@@ -90,8 +90,8 @@ def _run(engine: Engine, prompt: Sequence[int]) -> tuple[NDArray[np.float32], li
 
 
 def margin(mine: list[Any], theirs: list[Any], position: int) -> float | None:
-    """What lies between the experts that the two chose differently, by the other's scores, in the
-    first layer where they did; None where they chose alike."""
+    """How far apart, by the other's scores, the experts are that the two chose differently in the
+    first layer where they did; None if they chose the same."""
     for (_, ids), (scores, others) in zip(mine, theirs, strict=True):
         a, b = set(others[position].tolist()), set(ids[position].tolist())
         if a != b:

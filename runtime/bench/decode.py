@@ -22,10 +22,10 @@ def bench_decode(
     report: Report,
     device: str = "auto",
 ) -> dict[str, Any]:
-    """Tokens a second, target forwards and committed tokens a forward of `ar`, chains and trees
-    of several budgets and of the budget `auto`, what each step's time goes to (on a GPU also by its
-    own time stamps), and which share of the steps `reached` each depth of their draft. Started by
-    torchrun, rank 0's clock counts."""
+    """Tokens a second, target forwards and committed tokens a forward for `ar`, chains and trees of
+    several budgets and of the budget `auto`; where a step's time goes (on a GPU also by its own
+    time stamps); and the share of steps that `reached` each depth of their draft. Under torchrun,
+    rank 0's clock counts."""
     ranks = ranks_from_environment(output)
     engine = Engine.open(output, drafter, dtype, ranks, device)
     engine.set_threads()
@@ -71,7 +71,7 @@ def bench_decode(
 
 
 def gpu_bytes() -> int:
-    """What this process has taken of the GPU's memory, weights and CUDA's own included."""
+    """Bytes of the GPU's memory in use, weights and CUDA's own included."""
     import torch
 
     free, total = torch.cuda.mem_get_info()
@@ -79,7 +79,7 @@ def gpu_bytes() -> int:
 
 
 def summary(made: list[Generation]) -> dict[str, Any]:
-    """Sums over prompts; the prompts' own forwards and time are left out."""
+    """Sums over prompts; the forwards and the time of the prompts themselves are left out."""
     parts: dict[str, float] = {}
     for generation in made:
         for name, seconds in generation.parts.items():

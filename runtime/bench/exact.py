@@ -33,11 +33,11 @@ def bench_exact(
 ) -> dict[str, Any]:
     """Every mode and budget against `ar`, by the float32 bits of every committed logit.
 
-    A row an output, dtype, temperature, mode and budget: tokens compared, and the prompts that
-    differ with their first differing position (there should be none). Then the same of longer
+    Each output, dtype, temperature, mode and budget gives a row: tokens compared, and the prompts
+    that differ with their first differing position (there should be none). Then the same for longer
     texts, in contexts of up to `longest` tokens (texts.py); 0: none. Every rank compares its own
     logits. If there are more processes than ranks, each team of ranks takes some of the prompts.
-    On a GPU also how near its logits are to the CPU's (agreement.py).
+    On a GPU, also how near its logits are to the CPU's (agreement.py).
     """
     sizes = sorted({read_manifest(output).tp for output in outputs})
     if len(sizes) > 1:
@@ -50,7 +50,7 @@ def bench_exact(
         if team.ranks.rank == 0:
             report(row if team.count == 1 else f"team {team.index + 1} of {team.count}: {row}")
 
-    for output in outputs:  # what will be refused is refused before the hours of measuring
+    for output in outputs:  # refuse what cannot be run before hours of measuring
         engine = Engine.open(output, drafter, ranks=team.ranks, device=device)
         engine.set_threads()
         for prompt in prompts:
@@ -110,7 +110,7 @@ def _exact_rows(
     report: Report,
 ) -> list[dict[str, Any]]:
     kinds: list[tuple[str, int | str]] = [*configurations(BUDGETS, engine)]
-    if engine.device == "cuda":  # on the CPU it drafts by the machine's noise
+    if engine.device == "cuda":  # on the CPU its trees depend on the machine's noise
         kinds.append(("ddtree", "auto"))
     rows: list[dict[str, Any]] = [
         {

@@ -1,7 +1,7 @@
 """`kconvert bench exchange`: float32 sums [M, 7168] of all ranks, added in rank order, in a graph.
 
-Ours has the next operation inside, residual and norm; the others end with the sum, or with the
-parts (all-gather) and the same operation behind it.
+Ours includes the next operation, residual and norm; the others end with the sum, or are an
+all-gather of the parts, alone or followed by the same operation.
 """
 
 import statistics
@@ -19,14 +19,14 @@ from kconvert.runtime.kernels.rows.launch import Peers, add_norm
 
 ROWS = (1, 8, 16, 33, 65)
 HIDDEN = 7168
-_TIMES = 50  # exchanges of a graph
+_TIMES = 50  # exchanges in a graph
 
 
 def bench_exchange(
     rows: Sequence[int] = ROWS, report: Callable[[str], object] = print
 ) -> dict[str, Any]:
-    """Microseconds of an exchange, the slowest rank's median. Raises UnavailableError if there
-    is no GPU or but one rank."""
+    """Microseconds of an exchange: the slowest rank's median. Raises UnavailableError if there is
+    no GPU or only one rank."""
     ranks = all_ranks_from_environment()
     if ranks.size == 1 or not torch.cuda.is_available():
         raise UnavailableError(
@@ -61,7 +61,8 @@ def bench_exchange(
 def _ways(
     ranks: Ranks, peers: Peers | None, x: Tensor, sums: Tensor, weight: Tensor
 ) -> tuple[dict[str, Callable[[], object]], bool]:
-    """What is timed; whether ours has the bits of NCCL's all-gather and the operation behind it."""
+    """What is timed; and whether ours has the bits of NCCL's all-gather with the operation after
+    it."""
 
     def ours() -> tuple[Tensor, Tensor]:
         return add_norm(x, sums, weight, 1e-5, peers)

@@ -1,7 +1,7 @@
 """Humming's two MoE GEMMs for ``kconvert bench moe``, in both of its forms.
 
-Written from the sources of humming-kernels 0.1.19, the wheel on PyPI; the indexed form has run so
-on an H200. Each fact below names its file there.
+Written from the sources of humming-kernels 0.1.19, the wheel on PyPI; the indexed form has run like
+this on an H200. Each fact below names its file there.
 """
 
 import inspect
@@ -34,8 +34,8 @@ FORMS = ("indexed", "grouped_contiguous")
 
 
 def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable[..., Any]]:
-    """What prepares a layer for one of Humming's FORMS. Raises as its import does, TypeError if a
-    call changed."""
+    """The function that prepares a layer for one of Humming's FORMS. Raises what its import does,
+    and TypeError if a call changed."""
     prepare = import_module("humming.transform").prepare_and_transform_humming_tensors
     forward = import_module("humming.forward").humming_forward
     tune = import_module("humming.tune").get_heuristics_config
@@ -99,7 +99,7 @@ def loader(form: str) -> Callable[[MoeWeights, MoeShape], Callable[..., Any]]:
 
 
 def check(function: Callable[..., Any], names: Sequence[str]) -> None:
-    """Raises TypeError where the function cannot be called with these names."""
+    """Raise TypeError if the function cannot be called with these names."""
     inspect.signature(function).bind(**dict.fromkeys(names))
 
 
@@ -117,7 +117,7 @@ def sorted_pairs(ids: Tensor, shape: MoeShape) -> tuple[Tensor, Tensor]:
 
 
 def _blocks(ids: Tensor, shape: MoeShape, block: int) -> dict[str, Tensor]:
-    """The pairs filled up to whole blocks an expert, with the number of all pairs."""
+    """Each expert's pairs, filled up to whole blocks with the number of all pairs."""
     order, counts = sorted_pairs(ids, shape)
     blocks = (counts + block - 1) // block
     skipped = (blocks.cumsum(0) - blocks) * block - (counts.cumsum(0) - counts)

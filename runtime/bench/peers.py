@@ -1,7 +1,7 @@
-"""What ``kconvert bench moe`` times beside kconvert where it can be imported: vLLM and Humming.
+"""What ``kconvert bench moe`` times beside kconvert if it can be imported: vLLM and Humming.
 
 Written from the sources of vllm 0.33.0 (commit 4ba787ec9) and humming-kernels 0.1.19, the wheels on
-PyPI; both have run so on an H200. Each fact below names its file there.
+PyPI; both have run like this on an H200. Each fact below names its file there.
 """
 
 from collections.abc import Callable, Sequence
@@ -23,11 +23,11 @@ StepOf = Callable[[Tensor, Tensor, Tensor], Step]  # of x, ids, weights, as kcon
 
 @dataclass(frozen=True)
 class Peer:
-    """Another library's MoE: ``load`` prepares a layer, what it returns prepares one timed step."""
+    """Another library's MoE: ``load`` prepares a layer; what it returns prepares a timed step."""
 
     backend: str
     package: str
-    whole: bool  # a step is the whole layer; else the two GEMMs
+    whole: bool  # a step is the whole layer; if not, the two GEMMs
     inside: str  # what a step does
     copies: int  # layers it keeps beside the three of the bench, and works on while it loads one
     load: Callable[[MoeWeights, MoeShape], StepOf]
@@ -98,7 +98,7 @@ MAKERS = (
 
 
 def find(report: Callable[[str], None]) -> list[Peer]:
-    """The peers that can be imported; of one that is there but different, a sentence."""
+    """The peers that can be imported; one that is there but not as expected is reported."""
     peers, said = [], []
     for package, make in MAKERS:
         try:
@@ -114,10 +114,11 @@ def find(report: Callable[[str], None]) -> list[Peer]:
 
 
 def memory_needed(peers: Sequence[Peer], shape: MoeShape, tokens: int) -> int:
-    """Bytes of GPU memory that the hungriest takes at most, beside the layers and inputs."""
+    """Bytes of GPU memory that the hungriest peer takes at most, beside the layers and inputs."""
     rows = tokens * shape.top_k * 2 * (2 * shape.hidden + 24 * shape.intermediate)
     return max((p.copies * shape.experts * shape.expert_bytes + rows for p in peers), default=0)
 
 
 def line(error: BaseException) -> str:
+    """An error in a line: its class, and the first line of its text."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

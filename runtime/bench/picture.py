@@ -1,5 +1,5 @@
-"""Pictures: of `bench decode`, how deep drafts are accepted and what that brings; of `bench
-projection`, rates by budget."""
+"""Pictures for `bench decode` (how deep drafts are accepted, and what that brings) and for `bench
+projection` (rates by budget)."""
 
 from pathlib import Path
 from typing import Any
@@ -57,8 +57,10 @@ def _draw_rates(axes: Axes, rows: list[dict[str, Any]]) -> None:
 
 
 def projection_picture(table: dict[str, Any], path: Path) -> None:
-    """Draw `bench projection`'s table into `path`: a picture a machine. Raises ValueError for a
-    suffix that matplotlib does not know."""
+    """Draw `bench projection`'s table into `path`, a diagram for each machine.
+
+    Raises ValueError for a suffix that matplotlib does not know.
+    """
     figure = Figure(figsize=(10, 4.5), layout="constrained")
     for axes, machine in zip(figure.subplots(1, 2), table["machines"], strict=True):
         for (name, exchange, profile), rows in groups(table).items():

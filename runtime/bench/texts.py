@@ -1,5 +1,5 @@
-"""Texts for `bench exact` that its prompts are too short for: long contexts that end around every
-kind of boundary, prompts in steps of other sizes, texts resumed in the middle, buckets, reruns."""
+"""Texts for `bench exact` beside its short prompts: long contexts that end around every kind of
+boundary, prompts in steps of other sizes, texts resumed in the middle, buckets, reruns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -8,8 +8,8 @@ from typing import Any
 from kconvert.runtime.engine import Engine, Generation
 from kconvert.runtime.smoke import first_difference
 
-# Around multiples of 64 (splits of attention), 32 past them (a prefix's boundary), powers of two (a
-# cache grows), 64, 330 and 1024 (rows of a prompt's step), and up to 8k.
+# Around multiples of 64 (splits of attention), 32 past those (a prefix's boundary), powers of two
+# (a cache grows), 64, 330 and 1024 (rows of a prompt's step), and up to 8k.
 CONTEXTS = (1, 30, 31, 32, 33, 63, 64, 65, 94, 95, 96, 97, 127, 128, 129, 160, 329, 331, 500, 1023,
             1024, 1025, 2047, 4090, 8150)  # fmt: skip
 PROMPT_ROWS = (1, 64, 330, 1024)
@@ -21,7 +21,7 @@ NEW = 40
 
 @dataclass(frozen=True)
 class Case:
-    """A text and how it is run. `key` tells it from the others of its kind."""
+    """A text and how it is run; `key` tells it apart from the others of its kind."""
 
     what: str
     key: int
@@ -33,7 +33,7 @@ class Case:
 
 
 def cases(engine: Engine, longest: int) -> list[Case]:
-    """The cases for contexts of up to `longest` tokens. Buckets are the GPU's."""
+    """The cases for contexts of up to `longest` tokens; those of buckets are for a GPU."""
     assert engine.drafter is not None
     chain = "chain", engine.drafter.config.block - 1
     tree = "ddtree", 16
@@ -58,8 +58,8 @@ def cases(engine: Engine, longest: int) -> list[Case]:
 def rows_of(
     engine: Engine, text: Sequence[int], made: Sequence[Case], mine: slice, temperature: float
 ) -> list[dict[str, Any]]:
-    """A row for each kind and mode, of the cases `mine`: tokens compared, and by key the first
-    position that differs. Cases that a stop token came before are left out."""
+    """A row for each kind and mode, from the cases `mine`: tokens compared, and by key the first
+    position that differs. A case is left out if a stop token comes before its cut."""
     base: dict[str, Any] = {"temperature": temperature, "seed": 1, "keep_logits": True}
     truths: dict[int, Generation] = {}
     rows: dict[tuple[str, str, int], dict[str, Any]] = {}
@@ -89,8 +89,8 @@ def rows_of(
 def compare(
     engine: Engine, row: dict[str, Any], key: int, made: Generation, truth: Generation, start: int
 ) -> None:
-    """Count a text that was `made` behind `start` tokens into a row of results, and note under
-    `key` where it differs: by its logits' bits, or on a GPU by a slot of the cache."""
+    """Count a text that was `made` after `start` tokens into a row of results, and note under `key`
+    where it differs: by its logits' bits, or on a GPU by a slot of the cache."""
     position = first_difference(made, truth, start)
     if position is None and engine.decoder:
         position = engine.decoder.wrong_slot()

@@ -10,8 +10,8 @@ import torch
 
 from kconvert.runtime.engine import Engine
 
-_AFTER = {"tree_grow": "verify", "tree_compact": "context"}  # what begins behind a kernel
-_LEAST = 20  # launches of a step: what has fewer is none
+_AFTER = {"tree_grow": "verify", "tree_compact": "context"}  # the part that begins after a kernel
+_LEAST = 20  # launches in a step: what has fewer is not a step
 
 
 def timeline(
@@ -23,10 +23,11 @@ def timeline(
 
 
 def where(run: Callable[[], object]) -> dict[str, Any]:
-    """Of the graphs that `run` replays, in microseconds: the median time from one's last kernel to
-    the next one's first, a step's from first to last, its launches, the shares of its parts (draft,
-    verify, tree: top-k to compaction, context: the drafter's), each kernel's time and launches. A
-    kernel's time is from the end of the one before it to its own: they overlap."""
+    """About the graphs that `run` replays, in microseconds: the median time from one's last kernel
+    to the next one's first, and from a step's first kernel to its last; its launches; the shares of
+    its parts (draft, verify, tree: top-k to compaction, context: the drafter's); each kernel's time
+    and launches. A kernel's time is from the end of the one before it to its own, as they
+    overlap."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         run()
         torch.cuda.synchronize()
@@ -39,7 +40,7 @@ def where(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def summary(graphs: list[list[tuple[int, int, str]]]) -> dict[str, Any]:
-    """`where`'s, of each replay's events: nanoseconds of begin and end, and a kernel's name."""
+    """`where`'s table, from each replay's events: nanoseconds of begin and end, a kernel's name."""
     if len(graphs) < 3:
         return {"steps": len(graphs), "between_us": 0.0, "step_us": 0.0, "share": {}}
     kernels: dict[str, float] = defaultdict(float)

@@ -1,7 +1,7 @@
 """`kconvert bench tree`: what a drafted step does beside its forward passes, at K2.6's sizes.
 
-The drafter's top-k and the tree (grow); then what each row chooses (pick), the accepted path (walk)
-and the cache's slots behind it (compact). Every part repeated in one CUDA graph.
+The drafter's top-k and the tree (grow); then each row's choice (pick), the accepted path (walk) and
+the cache's slots after it (compact). Each part is repeated in one CUDA graph.
 """
 
 from collections.abc import Callable, Sequence
@@ -30,7 +30,7 @@ _ACCEPTED = 3  # nodes, if the tree is as deep
 def bench_tree(
     budgets: Sequence[int] = BUDGETS, report: Callable[[str], object] = print
 ) -> dict[str, Any]:
-    """Microseconds of each part by budget, with all of the vocabulary and with an eighth of it.
+    """Microseconds of each part by budget, with the whole vocabulary and with an eighth of it.
 
     The exchange of keys and choices between ranks is left out (`bench exchange`). Raises
     UnavailableError without a CUDA GPU.
@@ -59,7 +59,7 @@ def bench_tree(
 
 
 class _Case:
-    """A draft's logits, its tree, and choices of which some follow it."""
+    """A draft's logits, its tree, and choices, some of which follow it."""
 
     def __init__(self, ranks: int, budget: int, device: torch.device) -> None:
         size = VOCABULARY // ranks
@@ -106,7 +106,7 @@ class _Case:
         )  # fmt: skip
 
     def _follow(self, budget: int, size: int) -> int:
-        """Let the rows choose a path of the tree whose tokens are this rank's; how many nodes."""
+        """Let the rows choose a path of the tree whose tokens are this rank's. → Its nodes."""
         tokens, parents = self.step.tokens.tolist(), self.step.parents.tolist()
         row = found = 0
         for node in range(1, 1 + budget):
@@ -132,6 +132,6 @@ def _times(case: _Case, cache: Tensor) -> dict[str, Any]:
     times = {}
     for name, part in parts.items():
         case.state.zero_()
-        case.grow()  # walk ends a step, and takes its rows along
+        case.grow()  # each walk uses up the step that was grown
         times[name] = round(graph_us([part]), 2)
     return {"accepted": case.path, **times}

@@ -1,11 +1,10 @@
 """How many draft nodes are worth verifying: `--budget auto`.
 
-A round costs t_draft + t_verify(rows) and commits 1 + Σ q tokens on average, q being the path
+A round costs t_draft + t_verify(rows) and commits 1 + Σ q tokens on average, where q are the path
 probabilities of the tree's nodes, corrected by what earlier trees promised and kept
-(`Calibration`): the budget is the one that makes tokens a second greatest.
-Rule: CaDDTree, arXiv 2606.01813, which grows the tree while
-(1 + Σ q + next) / (t_draft + t_verify) rises. Where even the best tree is slower than plain
-decoding, drafting pauses (`Pauses`).
+(`Calibration`). The budget is the one with the most tokens a second. Rule: CaDDTree, arXiv
+2606.01813, which grows the tree while (1 + Σ q + next) / (t_draft + t_verify) rises. If even the
+best tree is slower than plain decoding, drafting pauses (`Pauses`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -17,9 +16,9 @@ from numpy.typing import ArrayLike, NDArray
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of one target forward by its row count: straight between points, never falling.
+    """Seconds of one target forward by its row count: linear between points, never falling.
 
-    Beyond the last point it goes on with the last slope, below the first it is flat.
+    After the last point it continues with the last slope; before the first it is flat.
     """
 
     rows: tuple[int, ...]  # rising
@@ -27,10 +26,10 @@ class CostCurve:
 
     @classmethod
     def measured(cls, points: Iterable[tuple[int, float]]) -> "CostCurve":
-        """The curve nearest to `points` (rows, seconds) by least squares that never falls.
+        """The curve that never falls and is nearest to `points` (rows, seconds) by least squares.
 
         Noise makes measured times fall here and there; a fall would say that more rows cost less.
-        Raises ValueError without a point, for rows < 1 and for times that are not above 0.
+        Raises ValueError if there is no point, for rows < 1, and for times that are not above 0.
         """
         by_rows: dict[int, list[float]] = {}
         for rows, seconds in sorted(points):
@@ -39,7 +38,7 @@ class CostCurve:
             by_rows.setdefault(rows, []).append(seconds)
         if not by_rows:
             raise ValueError("no forward was measured")
-        # Pool adjacent violators: neighbours that fall are replaced by their mean until none do.
+        # Pool adjacent violators: neighbors that fall are replaced by their mean until none do.
         pools: list[tuple[float, int, int]] = []  # mean seconds, points, row counts
         for measured in by_rows.values():
             pool = (sum(measured) / len(measured), len(measured), 1)
@@ -72,10 +71,10 @@ def rates(
 
     `probabilities` [n] are the path probabilities in the order of the tree's nodes, so that
     `tree.first(argmax)` is the tree to verify; `draft_seconds` is what a draft costs, `kept` the
-    share of what they promise that is accepted. Where path
-    probabilities fall and the curve bends upwards, growth is worth it up to one point, CaDDTree's.
-    All prefixes are compared, because a measured curve has steps (the rows of a tile cost as much
-    as the first of them) and a seeded chain comes before likelier nodes.
+    share of what they promise that is accepted. If path probabilities fall and the curve bends
+    upwards, growth pays up to one point, CaDDTree's. All prefixes are compared, because a measured
+    curve has steps (all rows of a tile cost as much as its first) and a seeded chain comes before
+    likelier nodes.
     """
     path = np.asarray(probabilities, np.float64)
     if not (np.isfinite(path) & (path >= 0)).all() or not 0 <= draft_seconds < float("inf"):
@@ -85,33 +84,33 @@ def rates(
 
 
 class Calibration:
-    """What share of the drafted tokens that trees promise is accepted, of late.
+    """The share of the drafted tokens promised by recent trees that was accepted.
 
-    A drafter is surer of itself than the target agrees, the more so if text is sampled. Before
-    anything was verified its word is taken.
+    A drafter is surer of itself than the target's choices bear out, the more so if text is sampled.
+    Before anything was verified, it is believed.
     """
 
-    MEMORY = 0.98  # what a round counts for after the next: half after 34
+    MEMORY = 0.98  # a round's weight falls by this with each later one: half after 34
     PRIOR = 4.0  # drafted tokens that count as promised and accepted
 
     def __init__(self) -> None:
         self._promised = self._accepted = 0.0
 
     def verified(self, promised: float, accepted: int) -> None:
-        """A tree of path probabilities that sum to `promised` had so many tokens accepted. An empty
-        tree counts too: what is never tried is slowly forgotten."""
+        """Note that `accepted` tokens were accepted of a tree whose path probabilities sum to
+        `promised`. An empty tree counts too: what is never tried is slowly forgotten."""
         self._promised = self.MEMORY * self._promised + promised
         self._accepted = self.MEMORY * self._accepted + accepted
 
     @property
     def kept(self) -> float:
-        """Accepted tokens for each one promised; at most 1, or paths were likelier than certain."""
+        """Accepted tokens for each one promised; at most 1, or paths would be more than certain."""
         return min(1.0, (self.PRIOR + self._accepted) / (self.PRIOR + self._promised))
 
 
 class Pauses:
-    """When not to draft: after a draft that does not pay, for 1, 2, 4 … LONGEST rounds, as long as
-    drafts go on not to pay."""
+    """When not to draft: after a draft that does not pay, for one round, and for 2, 4 … LONGEST
+    rounds if the drafts that follow do not pay either."""
 
     LONGEST = 64
 
@@ -119,14 +118,14 @@ class Pauses:
         self._length = self._left = 0
 
     def drafted(self, pays: bool) -> None:
-        """Whether the best tree of the newest draft is faster than plain decoding."""
+        """Note whether the newest draft's best tree is faster than plain decoding."""
         self._length = 0 if pays else min(max(2 * self._length, 1), self.LONGEST)
         self._left = self._length
 
     def __bool__(self) -> bool:
-        """Whether this round is to do without a draft."""
+        """Whether this round does without a draft."""
         return self._left > 0
 
     def over(self) -> None:
-        """A round has done without."""
+        """Note that a round has done without."""
         self._left -= 1

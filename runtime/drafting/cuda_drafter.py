@@ -1,5 +1,5 @@
-"""The DFlash drafter on a GPU: drafting/dflash.py's forward, without a number of the host. Of
-several ranks each has a share of it (sharding.py); all grow the same tree."""
+"""The DFlash drafter on a GPU: drafting/dflash.py's forward, without any number from the host. Each
+of several ranks has a share of it (sharding.py); all grow the same tree."""
 
 from typing import NamedTuple
 
@@ -19,7 +19,7 @@ from kconvert.runtime.model import Model
 
 
 class Layer(NamedTuple):
-    """A layer's weights; products of the same rows stacked."""
+    """A layer's weights; matrices that multiply the same rows are stacked."""
 
     input_norm: Tensor
     qkv: Tensor
@@ -35,9 +35,9 @@ class CudaDrafter:
     """Weights, and keys and values of the context, whose length the text's state holds."""
 
     def __init__(self, share: Share, weights: dict[str, Tensor], model: Model) -> None:
-        """`weights`: this rank's share of every tensor, bf16 on the device; they are taken out.
-        The sizes are those that `check` found no fault with."""
-        # The sizes of this rank's share; widths of rows that all ranks have are as ever.
+        """`weights`: this rank's share of every tensor, bf16 on the device; they are removed from
+        it. The sizes must have passed `check`."""
+        # The sizes of this rank's share; rows that all ranks have keep their widths.
         self.config = config = share.config
         self._share, self._model = share, model
         self._ops: CudaBackend = model.backend
@@ -70,7 +70,7 @@ class CudaDrafter:
         )
 
     def reserve(self, positions: int) -> None:
-        """Room for a context of so many positions."""
+        """Make room for a context of so many positions."""
         c, positions = self.config, positions + self.config.block
         shape = positions, 2 * c.kv_heads, c.head_dim
         self._caches = [
@@ -83,8 +83,8 @@ class CudaDrafter:
         self._tables = cos, sin
 
     def extend(self, features: Tensor, base: Tensor, count: Tensor | None) -> None:
-        """Newly committed rows' features bf16 [T, F], of which the first `count` are there, from
-        position `base` on; both int32 on the device."""
+        """Add newly committed rows' features bf16 [T, F] from position `base` on; only the first
+        `count` of them are there. Both are int32 on the device."""
         ops, mine = self._ops, self._share.features
         rows = features[:, mine.start : mine.stop].contiguous()
         _, context = self._add_norm(None, ops.sums(rows, self._fc), self._hidden_norm)
@@ -103,7 +103,7 @@ class CudaDrafter:
         x = ops.embed(self._model.weights.embedding, self._tokens)
         for i, (layer, cache) in enumerate(zip(self._layers, self._caches, strict=True)):
             x, h = self._add_norm(x, sums, layer.input_norm)
-            # Behind the context, where the next `extend` writes: nothing of a block stays.
+            # After the context, where the next `extend` writes: nothing of a block stays.
             q = self._heads(ops.linear(h, layer.qkv), start, None, layer, cache)
             values = attend(q, cache, start, c.windows[i], c.causal[i], self._shape)
             x, h = self._add_norm(x, ops.sums(values, layer.output), layer.mlp_norm)
@@ -115,7 +115,7 @@ class CudaDrafter:
     def _add_norm(
         self, x: Tensor | None, sums: Tensor | None, weight: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """x + what the ranks' sums [T, D] make together, and that normed: bf16 [T, D]."""
+        """x + the sum of the ranks' sums [T, D], and it normed: bf16 [T, D] both."""
         if self._share.is_part:
             return self._ops.add_norm(x, sums, Norm(weight, self.config.eps))
         parts = None if sums is None else sums[None]
@@ -137,7 +137,7 @@ class CudaDrafter:
 
 
 def check(config: DrafterConfig) -> None:
-    """Raises UnsupportedError for sizes that the kernels do not take."""
+    """Raise UnsupportedError for sizes that the kernels do not take."""
     sizes = (config.hidden, config.features, config.heads * config.head_dim, config.intermediate)
     if any(size % STEP for size in sizes) or config.head_dim not in (32, 64, 128):
         raise UnsupportedError(
@@ -146,5 +146,6 @@ def check(config: DrafterConfig) -> None:
         )
     if config.block - 1 > LEVELS:
         raise UnsupportedError(
-            f"the drafter has block_size {config.block}: on the GPU at most {LEVELS + 1}."
+            f"the drafter has block_size {config.block}, the GPU's kernels take at most"
+            f" {LEVELS + 1}; use --device cpu."
         )

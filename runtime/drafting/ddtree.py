@@ -1,8 +1,8 @@
 """The draft tree: the most probable continuations of one draft, verified in one target forward.
 
-Formulas: DDTree, arXiv 2604.12989, sections 3 and 4. The drafter gives L independent marginals,
-one a depth; the probability of a path is their product. Node 0 is the root, the token that is
-decided but not yet seen by the target; nodes 1…n are drafts.
+Formulas: DDTree, arXiv 2604.12989, sections 3 and 4. The drafter gives L independent marginals, one
+for each depth; the probability of a path is their product. Node 0 is the root, the token that is
+decided but that the target has not seen yet; nodes 1…n are drafts.
 """
 
 from collections.abc import Sequence
@@ -20,14 +20,15 @@ from kconvert.layouts.numba_jit import jit
 class Tree:
     """A draft tree of n nodes and its root; parents come before their children.
 
-    `first(b)` of a tree of budget B ≥ b is the tree of budget b, chain seed or not. Without the
-    seed path probabilities never rise along the nodes: every prefix is the best tree of its size.
+    `first(b)` of a tree of budget B ≥ b is the tree of budget b, with a chain seed or without.
+    Without one, path probabilities never rise along the nodes: every prefix is the best tree of its
+    size.
     """
 
     token_ids: NDArray[np.int64]  # [n], of nodes 1…n
     depths: NDArray[np.int64]  # [n], of nodes 1…n; a child of the root has depth 1
     parents: NDArray[np.int64]  # [n + 1], of nodes 0…n; the root's is −1
-    path_logprobs: NDArray[np.float64]  # [n], of nodes 1…n, the root's being 0
+    path_logprobs: NDArray[np.float64]  # [n], of nodes 1…n; the root's would be 0
 
     def __len__(self) -> int:
         """n, the root not counted."""
@@ -45,8 +46,8 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[NDArray[np.int64], NDArray[np.f
     """The K = min(k, V) most probable tokens of each row of `logits` (float32 [L, V]).
 
     Returns ids int64 [L, K], most probable first and ties to the lowest id, and their
-    log-probabilities float32 [L, K]: float32 logit − float32 logsumexp of the row. A token of
-    logit −inf has −inf, and so has all of a row that is −inf throughout. Raises CheckpointError
+    log-probabilities float32 [L, K]: float32 logit − float32 logsumexp of the row. A token whose
+    logit is −inf has −inf, and so has every token of a row that is all −inf. Raises CheckpointError
     for NaN and +inf: no draft can be drawn from them.
     """
     values = logits.float().cpu().numpy()
@@ -57,7 +58,7 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[NDArray[np.int64], NDArray[np.f
     if wrong >= 0:
         raise CheckpointError(
             f"the drafter's logits of slot {wrong + 1} hold NaN or +inf: its weights are"
-            " damaged or of another precision."
+            " damaged or of another precision; download the drafter again."
         )
     return ids, logprobs
 
@@ -65,7 +66,7 @@ def top_k(logits: torch.Tensor, k: int) -> tuple[NDArray[np.int64], NDArray[np.f
 @jit
 def _top_k(logits, least, ids, best):  # type: ignore[no-untyped-def]
     """Sort the tokens that reach `least`, the k-th value of their row, into ids and best [L, K],
-    and normalize them. → The first row that cannot be, or −1."""
+    and normalize them. → The first row with NaN or +inf, or −1."""
     k = ids.shape[1]
     for row in range(len(logits)):
         highest, total = logits[row].max(), 0.0
@@ -80,7 +81,7 @@ def _top_k(logits, least, ids, best):  # type: ignore[no-untyped-def]
                 continue
             at = min(count, k)
             count += 1
-            while at > 0 and value > best[row, at - 1]:  # an equal one of a lower id stays
+            while at > 0 and value > best[row, at - 1]:  # an equal value with a lower id stays
                 at -= 1
                 if at + 1 < k:
                     ids[row, at + 1], best[row, at + 1] = ids[row, at], best[row, at]
@@ -100,11 +101,10 @@ def build_tree(
 ) -> Tree:
     """The tree of at most `budget` nodes over `top_k`'s ids and logprobs, both [L, K].
 
-    Nodes come best first, equal path probabilities by the path's tuple of ranks, lowest first.
-    With `chain_seed` the top-1 chain comes before all others, which commits less at every budget
-    measured. A node of probability zero is never
-    made, so the tree may be smaller than the budget. It is the best of its size if K ≥ budget or
-    K is the whole vocabulary.
+    Nodes come best first; of equal path probabilities, the lowest tuple of ranks along the path
+    comes first. With `chain_seed` the top-1 chain comes before all others, which commits less at
+    every budget measured. A node of probability zero is never made, so the tree may be smaller than
+    the budget. It is the best tree of its size if K ≥ budget or K is the whole vocabulary.
     """
     seeds = len(ids) if chain_seed else 0
     return Tree(*_grow(ids, logprobs.astype(np.float64), _checked(budget), seeds))
@@ -118,15 +118,15 @@ def chain(ids: NDArray[np.int64], logprobs: NDArray[np.float32], budget: int) ->
 @jit
 def _grow(ids, logprobs, budget, seeds):  # type: ignore[no-untyped-def]
     """token_ids, depths, parents and path_logprobs of the tree; its first `seeds` nodes are the
-    top-1 chain's, as far as that is possible.
+    top-1 chain's, if there are so many.
 
-    Every node taken makes two candidates: its next sibling and its first child. Costs are float64
-    sums of float32 −log-probabilities, so that equal sums compare equal.
+    Every node that is taken makes two candidates: its next sibling and its first child. Costs are
+    float64 sums of float32 −log-probabilities, so that equal sums compare equal.
     """
     levels, width = logprobs.shape
     tokens, tree_depths = np.empty(budget, np.int64), np.empty(budget, np.int64)
     tree_parents, path_logprobs = np.full(budget + 1, -1), np.empty(budget)
-    # Candidates. The first stands for the root, which is taken but no node of the result.
+    # Candidates. The first stands for the root, which is taken but is no node of the result.
     costs, parents = np.zeros(2 * budget + 3), np.zeros(2 * budget + 3, np.int64)
     depths = np.zeros(2 * budget + 3, np.int64)
     paths = np.full((2 * budget + 3, levels + 1), -1)  # ranks by depth
@@ -160,8 +160,8 @@ def _grow(ids, logprobs, budget, seeds):  # type: ignore[no-untyped-def]
 
 @jit
 def _cheapest(costs, paths):  # type: ignore[no-untyped-def]
-    """The candidate of the least cost, equal ones by their ranks; a look at all of them is
-    quicker than a heap at these sizes."""
+    """The candidate with the least cost; of equal ones, the first by ranks. A look at all of them
+    is quicker than a heap at these sizes."""
     best = 0
     for c in range(1, len(costs)):
         if costs[c] < costs[best] or (costs[c] == costs[best] and _before(paths[c], paths[best])):
@@ -206,5 +206,5 @@ def _walk(tokens, parents, choices):  # type: ignore[no-untyped-def]
 
 def _checked(budget: int) -> int:
     if budget < 0:
-        raise OptionError(f"a budget of {budget} nodes makes no sense: give 0 or more.")
+        raise OptionError(f"the budget is {budget} nodes, expected 0 or more.")
     return budget

@@ -1,9 +1,9 @@
 """The DFlash drafter: one forward that proposes a whole block of tokens.
 
-Formulas: DFlash, arXiv 2602.06036; names and format of z-lab's Hugging Face folders. A qwen3-like
-model whose attention also reads the target's features of every committed token (the context), and
-whose embedding and head are the target's. It decides only how many drafts are accepted, never
-which tokens are committed, so its rows need not be independent of each other.
+Formulas: DFlash, arXiv 2602.06036; names and format are those of z-lab's Hugging Face folders. It
+is a qwen3-like model whose attention also reads the target's features of every committed token
+(the context), and whose embedding and head are the target's. It decides only how many drafts are
+accepted, never which tokens are committed, so its rows need not be independent of one another.
 """
 
 from collections.abc import Callable
@@ -50,7 +50,7 @@ class Drafter:
     ) -> Self:
         """The drafter in a Hugging Face folder; the last two options are DrafterConfig's.
 
-        Raises CheckpointError when the folder is damaged, UnsupportedError when the drafter is of
+        Raises CheckpointError if the folder is damaged, UnsupportedError if the drafter is of
         another kind or for another target.
         """
         config = DrafterConfig.read(folder, attention_factor, causal_windows)
@@ -58,7 +58,7 @@ class Drafter:
 
     @property
     def length(self) -> int:
-        """Committed tokens whose features were given: they lie at positions 0…length − 1."""
+        """The number of committed tokens in the context: they are at positions 0…length − 1."""
         return self._length
 
     def reset(self) -> None:
@@ -71,7 +71,7 @@ class Drafter:
 
     @torch.no_grad()
     def context(self, features: Tensor) -> Tensor:
-        """[T, features] outputs of the chosen target layers → [T, hidden], all layers' context."""
+        """[T, features] outputs of the chosen target layers → [T, hidden], for all layers."""
         if features.ndim != 2 or features.shape[1] != self.config.features:
             raise ValueError(
                 f"context features {list(features.shape)}: expected [T, {self.config.features}]"
@@ -92,11 +92,12 @@ class Drafter:
     def draft(
         self, anchor_token: int, position: int, embed: TableOrCall, lm_head: TableOrCall
     ) -> Tensor:
-        """float32 logits [block − 1, vocab]; row j is of the token at `position` + 1 + j.
+        """float32 logits [block − 1, vocab]; row j is for the token at `position` + 1 + j.
 
         `anchor_token` is the newest token, at `position`: the first whose features are not yet in
         the context, so `position` is `length`. `embed` and `lm_head` are the target's: tables
-        [vocab, hidden], or int64 [block] → [block, hidden] and [block − 1, hidden] → logits.
+        [vocab, hidden], or functions int64 [block] → [block, hidden] and [block − 1, hidden] →
+        logits. Raises ValueError if the anchor is not there.
         """
         config = self.config
         if position != self._length:
@@ -114,7 +115,7 @@ class Drafter:
         for layer in range(config.layers):
             name = f"layers.{layer}"
             normed = self._norm(hidden, f"{name}.input_layernorm")
-            # Behind the context, where the next `extend` writes: nothing of a block stays.
+            # After the context, where the next `extend` writes: nothing of a block stays.
             self._store(layer, normed, rope)
             hidden = hidden + self._attend(layer, normed, rope)
             normed = self._norm(hidden, f"{name}.post_attention_layernorm")
@@ -152,7 +153,7 @@ class Drafter:
         return self._project(attended.transpose(0, 1).flatten(1), f"{name}.o_proj")
 
     def _store(self, layer: int, rows: Tensor, rope: Rope) -> None:
-        """Write keys and values of `rows` [T, hidden] behind the context."""
+        """Write keys and values of `rows` [T, hidden] after the context."""
         name, end = f"layers.{layer}.self_attn", self._length + len(rows)
         keys = self._heads(rows, f"{name}.k_proj", f"{name}.k_norm")
         self._keys[layer][:, self._length : end] = rotate(keys, *rope)
@@ -167,13 +168,13 @@ class Drafter:
         return functional.linear(rows, self._weights[f"{name}.weight"])
 
     def _norm(self, rows: Tensor, name: str) -> Tensor:
-        """RMSNorm over the last dimension; the mean square in float32, as the reference has it."""
+        """RMSNorm over the last dimension; the mean square in float32, as in the reference."""
         wide = rows.float()
         wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.config.eps)
         return self._weights[f"{name}.weight"] * wide.to(rows.dtype)
 
     def _reserve(self, rows: int) -> Rope:
-        """Make room for `rows` behind the context; the tables that rotate them."""
+        """Make room for `rows` after the context. → The tables that rotate them."""
         end, capacity = self._length + rows, self._keys[0].shape[1]
         if end > capacity:
             more = (0, 0, 0, max(end, 2 * capacity) - capacity)
@@ -192,8 +193,8 @@ def read_weights(
     device: str | torch.device,
     cut: Callable[[str, Tensor], Tensor] = lambda _, tensor: tensor,
 ) -> dict[str, Tensor]:
-    """Every tensor of `config.shapes()`, or what `cut` keeps of each: one at a time is whole in
-    host memory. Raises what `Drafter.open` does."""
+    """Every tensor of `config.shapes()`, or the part of it that `cut` keeps; only one at a time is
+    whole in host memory. Raises what `Drafter.open` does."""
     config.check_target(target)
     checkpoint = read_checkpoint(folder)
     _check_tensors(folder, checkpoint, config.shapes())
@@ -207,7 +208,7 @@ def read_weights(
 
 
 def rope_frequencies(config: DrafterConfig) -> Tensor:
-    """float32 [head_dim/2]: radians a position, from fast to slow; of YaRN if it is set."""
+    """float32 [head_dim/2]: radians a position, from fast to slow, with YaRN if it is set."""
     radians = frequencies(config.head_dim, config.rope_theta, config.yarn)
     return torch.from_numpy(radians).float()
 
@@ -231,10 +232,15 @@ def _check_tensors(
 ) -> None:
     for name, shape in shapes.items():
         if name in checkpoint.absent:
-            raise CheckpointError(f"{folder / checkpoint.absent[name]} is missing: it has {name}.")
+            raise CheckpointError(
+                f"{folder / checkpoint.absent[name]}, which has tensor {name}, is missing: download"
+                " it."
+            )
         tensor = checkpoint.tensors.get(name)
         if tensor is None:
-            raise CheckpointError(f"the drafter in {folder} has no tensor {name}.")
+            raise CheckpointError(
+                f"the drafter in {folder} has no tensor {name}: download the drafter again."
+            )
         if tensor.shape != shape or tensor.dtype not in WEIGHT_DTYPES:
             raise CheckpointError(
                 f"{folder / tensor.shard}, tensor {name} is {tensor.dtype} {list(tensor.shape)},"

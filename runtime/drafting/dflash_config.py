@@ -1,7 +1,7 @@
 """What a DFlash drafter's config.json says: sizes, windows, RoPE, and which target it is for.
 
-Format of z-lab's Hugging Face folders; settings that change the result and are not known here are
-refused by name.
+The format is that of z-lab's Hugging Face folders. Settings that change the result and are unknown
+here are refused by name.
 """
 
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from kconvert.runtime.rope import Yarn, mscale
 
 ARCHITECTURE = "DFlashDraftModel"
 WEIGHT_DTYPES = ("F32", "BF16", "F16")
-# Settings of later drafters that change the result, with the values that leave it as it is.
+# Settings of later drafters that change the result → the values that do not.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "attention_bias": (False,),
     "attention_mode": ("gqa",),
@@ -53,9 +53,9 @@ class DrafterConfig:
     block: int  # tokens of a draft, the anchor included
     mask_token: int
     target_layers: int  # of the target it was trained for; 0 if the config does not say
-    target_layer_ids: tuple[int, ...]  # whose outputs are its context, in this order
+    target_layer_ids: tuple[int, ...]  # the target's layers whose outputs are its context, in order
     windows: tuple[int | None, ...]  # a layer's window: it reads keys at |distance| < window
-    causal: tuple[bool, ...]  # whether a layer's block rows also do not read later rows
+    causal: tuple[bool, ...]  # whether rows of a layer's block do not read later rows
 
     @classmethod
     def read(
@@ -63,7 +63,7 @@ class DrafterConfig:
     ) -> Self:
         """Read and check folder/config.json; the options are `from_json`'s.
 
-        Raises CheckpointError for values that cannot be, UnsupportedError for another kind of
+        Raises CheckpointError for values that are not valid, UnsupportedError for another kind of
         drafter.
         """
         config = read_json(folder / CONFIG_NAME)
@@ -82,8 +82,8 @@ class DrafterConfig:
         """Check a parsed config.json.
 
         `attention_factor` is used instead of YaRN's own. `causal_windows` makes layers with a
-        window causal inside the block if the config does not say: drafters differ, and theirs
-        rarely does (the reference changed its rule; vLLM has them causal).
+        window causal inside the block if the config does not say whether they are. Drafters differ,
+        and their configs rarely say (the reference changed its rule; in vLLM they are causal).
         """
         draft = config.get("dflash_config") or {}
         if not isinstance(draft, dict):
@@ -253,7 +253,7 @@ def _yarn(config: dict[str, Any], attention_factor: float | None) -> Yarn | None
     if kind != "yarn":
         raise UnsupportedError(f"{CONFIG_NAME}: rope_type is {kind!r:.60}, only 'yarn' can be run.")
     factor = real(rope, "factor")
-    # transformers' rule: mscale ÷ mscale_all_dim where both are given, or else as if 1 ÷ nothing.
+    # transformers' rule: mscale ÷ mscale_all_dim if both are given, else as if they were 1 and 0.
     over, under = 1.0, 0.0
     if rope.get("mscale") and rope.get("mscale_all_dim"):
         over, under = real(rope, "mscale"), real(rope, "mscale_all_dim")

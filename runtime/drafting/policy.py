@@ -1,4 +1,4 @@
-"""The drafting policy: the drafter's context, and a tree, or none, below each newest token."""
+"""The drafting policy on the CPU: the drafter's context, and a tree or none below each token."""
 
 import time
 from collections.abc import Sequence
@@ -22,11 +22,11 @@ NO_TREE = Tree(
 
 
 def measured_costs(model: Model) -> CostCurve:
-    """Seconds of a verify step of this model on this machine, by its rows."""
+    """Measure the seconds of this model's verify step on this machine, by its rows."""
     start = 2 * REACH
     cache = model.new_cache(start + MOST_AUTO + 1)
     points = []
-    # Unlike tokens go to unlike experts, as a tree's do.
+    # Random tokens go to different experts, as a tree's do.
     tokens = np.random.default_rng(0).integers(model.config.vocabulary, size=MOST_AUTO + 1)
     for rows in (1, 2, 4, 8, 16, 32, MOST_AUTO + 1):
         step = model.backend.sequence(tokens[:rows], start)
@@ -53,7 +53,7 @@ class Drafting:
         calibration: Calibration,
         clock: Clock,
     ) -> None:
-        """`costs`, `pauses` and `calibration` are for the budget "auto", which knows no bound but
+        """`costs`, `pauses` and `calibration` are for the budget "auto", whose only bound is
         MOST_AUTO."""
         self._model, self._drafter = model, drafter
         self._ops: HostBackend = model.backend
@@ -63,20 +63,20 @@ class Drafting:
         self._pauses = pauses if budget == AUTO else Pauses()
         self._calibration = calibration
         self._promised: float | None = None  # by the newest tree, until it is verified
-        self._waiting: list[NDArray[np.float32]] = []  # features that the next draft needs
+        self._waiting: list[NDArray[np.float32]] = []  # features to add before the next draft
         self.aux_layers = drafter.config.target_layer_ids
         self.forwards = 0
         drafter.reset()
 
     def commit(self, features: Sequence[NDArray[np.float32]]) -> None:
-        """Newly committed rows' outputs [T, D] of each of the target layers, in order."""
+        """Take newly committed rows' outputs [T, D] of each of the target layers, in order."""
         self._waiting.append(np.concatenate(features, axis=1))
         if self._promised is not None:
             self._calibration.verified(self._promised, len(features[0]) - 1)
             self._promised = None
 
     def catch_up(self, but: int = 0) -> None:
-        """Take what was committed, except the newest `but` steps, into the drafter's context."""
+        """Add what was committed, except the newest `but` steps, to the drafter's context."""
         ready = len(self._waiting) - but
         if ready > 0:
             self._drafter.extend(torch.from_numpy(np.concatenate(self._waiting[:ready])))
@@ -87,7 +87,7 @@ class Drafting:
         if self._pauses:
             self._pauses.over()
             return NO_TREE
-        self.catch_up(but=1)  # what a pause piled up is no part of what drafting costs
+        self.catch_up(but=1)  # what piled up in a pause does not count as a cost of drafting
         begin = time.perf_counter()
         self.catch_up()
         logits = self._drafter.draft(token, start, self._embed, self._head)
@@ -106,7 +106,7 @@ class Drafting:
             promised = rates(probabilities, self._costs, seconds, self._calibration.kept)
             tree = tree.first(int(promised.argmax()))
             pays = bool(promised.max() * self._costs(1) >= 1)
-        # What rank 0 found is everybody's: clocks differ, and drafting is done together.
+        # Clocks differ, and ranks draft together: all take what rank 0 found.
         tree, pays = self._ops.ranks.broadcast((tree, pays))
         self._pauses.drafted(pays)
         if self._costs is not None:

@@ -1,5 +1,5 @@
-"""What a rank keeps of a drafter: some heads, some rows of the MLP, some columns of features, as
-of the target. Products over what was cut are partial sums, added in rank order."""
+"""What a rank keeps of a drafter, as of the target: some heads, some rows of the MLP, some columns
+of features. Products over what was cut are partial sums, added in rank order."""
 
 from dataclasses import replace
 from math import prod
@@ -10,16 +10,16 @@ from torch import Tensor
 from kconvert.runtime.distributed import Ranks
 from kconvert.runtime.drafting.dflash_config import DrafterConfig
 
-STEP = 64  # the products' kernel takes that many columns at once
+STEP = 64  # columns that the products' kernel takes at once
 
-# A matrix's last name → what its rows, or its columns, belong to.
+# The last part of a matrix's name → what its rows, or its columns, belong to.
 _ROWS = {"q_proj": "heads", "k_proj": "kv_heads", "v_proj": "kv_heads", "gate_proj": "intermediate",
          "up_proj": "intermediate"}  # fmt: skip
 _COLUMNS = {"fc": "features", "o_proj": "heads", "down_proj": "intermediate"}
 
 
 class Share(NamedTuple):
-    """One rank's, as elements of the matrices' rows or columns."""
+    """One rank's share. The ranges are of rows or columns of the matrices."""
 
     whole: DrafterConfig
     config: DrafterConfig  # with this rank's heads and rows
@@ -27,7 +27,7 @@ class Share(NamedTuple):
     kv_heads: range
     intermediate: range
     features: range
-    is_part: bool  # or all of it, on every rank alike
+    is_part: bool  # false: every rank has all of it
 
     def cut(self, name: str, tensor: Tensor) -> Tensor:
         """This rank's part of the drafter's tensor `name`, contiguous."""
@@ -42,15 +42,15 @@ class Share(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """What its weights take in bf16."""
+        """Bytes of its weights in bf16."""
         sizes = self.config.shapes() | {"fc.weight": (self.config.hidden, len(self.features))}
         return 2 * sum(prod(shape) for shape in sizes.values())
 
 
 def share_of(config: DrafterConfig, ranks: Ranks) -> Share:
-    """This rank's share. A drafter that does not divide into multiples of STEP stays whole: every
-    rank then computes all of it. Heads of queries that share a head of keys may lie on several
-    ranks, which all keep that one."""
+    """This rank's share. A drafter that does not divide into multiples of STEP stays whole: then
+    every rank computes all of it. Query heads that share a key head may lie on several ranks, which
+    then all keep that key head."""
     c, n, r = config, ranks.size, ranks.rank
     group, each = c.heads // c.kv_heads, c.heads // n
     divides = c.heads % n == 0 and (each % group == 0 or group % each == 0)

@@ -1,2 +1,2 @@
-"""Blobs into memory: our engine's, vLLM's and SGLang's, on the host or on a GPU. Only `device`
-imports torch."""
+"""Loading blobs into memory: our engine's, vLLM's or SGLang's, on the host or on a GPU. Only
+`device` imports torch."""

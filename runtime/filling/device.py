@@ -1,5 +1,5 @@
-"""torch tensors as targets: the host's as numpy views, CUDA's through pinned buffers. Whoever
-imports this has torch."""
+"""torch tensors as targets: the host's as numpy views, CUDA's through pinned buffers. Importing
+this imports torch."""
 
 import threading
 from typing import Any
@@ -16,18 +16,18 @@ _BITS = {torch.int32: torch.int32, torch.bfloat16: torch.int16, torch.float16: t
 
 
 def memory_on(device: torch.device) -> Memory:
-    """The way into tensors of this device, the host's or a CUDA device's."""
+    """The memory of this device, the host or a CUDA device, for a `Filler`."""
     return HostMemory() if device.type == "cpu" else DeviceMemory(device)
 
 
 def bits_of(tensor: torch.Tensor) -> Any:
-    """A tensor as a transfer's target."""
+    """A tensor as a transfer's target: a view of its bits."""
     bits = tensor.detach().view(_BITS[tensor.dtype])
     return bits.numpy() if tensor.device.type == "cpu" else bits
 
 
 class _Buffer:
-    """Pinned memory to be read into, and more of it for what is cut out of that."""
+    """Pinned memory that files are read into, and more for parts that are cut out of it."""
 
     def __init__(self) -> None:
         self._read = self._cut = torch.empty(0, dtype=torch.uint8)
@@ -39,7 +39,7 @@ class _Buffer:
         return self._read.numel() + self._cut.numel()
 
     def take(self, size: int) -> NDArray[np.uint8]:
-        """The memory, once what was in it has been copied."""
+        """`size` bytes of it, once what was in it has been copied."""
         if self._copied is not None:
             self._copied.synchronize()
         self._cut_bytes = 0
@@ -49,8 +49,8 @@ class _Buffer:
         return self._read.numpy()[:size]
 
     def compact(self, cut: NDArray[Any]) -> NDArray[Any]:
-        """A copy of a part of what was read: a strided one would go to the device by way of memory
-        that is not pinned."""
+        """A contiguous copy of a part of what was read: a strided part would go to the device by
+        way of memory that is not pinned."""
         if self._cut.numel() < self._read.numel():  # cuts of one read do not overlap
             self._cut = torch.empty(self._read.numel(), dtype=torch.uint8, pin_memory=True)
         start, self._cut_bytes = self._cut_bytes, self._cut_bytes + cut.nbytes
@@ -96,7 +96,7 @@ class DeviceMemory:
         mine, size = self._thread, int(np.prod(shape)) * np.dtype(dtype).itemsize
         self._prepare(mine)
         mine.turn ^= 1
-        with torch.cuda.device(self._device):  # a new thread would wake GPU 0
+        with torch.cuda.device(self._device):  # or a new thread would make a context on GPU 0
             taken: NDArray[Any] = mine.buffers[mine.turn].take(size).view(dtype).reshape(shape)
             return taken
 

@@ -1,10 +1,10 @@
 """Fills tensors from blobs: each byte is read once and compared with its digest on the way.
 
-Bytes go from the page cache to host memory (a pread, many at a time), and from there to the
-tensor; into a tensor in host memory that is cut as the blob is, the pread itself is the only copy.
-What has a digest of its own (an expert, or a tensor that is not stacked) is one thread's work: as
-many at a time as fit its buffer, or one in blocks of rows. The limit is the slowest of pread, xxh3
-and the copy to the device, each spread over the threads.
+Bytes go from the page cache to host memory (by pread, many at a time), and from there to the
+tensor; if the tensor is in host memory and cut as the blob is, the pread is the only copy. What has
+a digest of its own (an expert, or a tensor that is not stacked) is one thread's work: as many at a
+time as fit its buffer, or one in blocks of rows. The limit is the slowest of pread, xxh3 and the
+copy to the device, each spread over the threads.
 """
 
 import os
@@ -33,13 +33,13 @@ class Memory(Protocol):
 
     @property
     def buffer_bytes(self) -> int:
-        """What was taken of the host's memory on the way."""
+        """Host memory that was taken for buffers."""
 
     def host(self, target: Any) -> NDArray[Any] | None:
-        """The target's own memory, if it is contiguous and the host's: to be read into."""
+        """The target's own memory, to be read into, if it is contiguous and in the host's."""
 
     def take(self, shape: tuple[int, ...], dtype: Any) -> NDArray[Any]:
-        """A buffer of this thread's, to be read into and `put`; valid until it takes another."""
+        """A buffer for this thread to read into and `put`; valid until it takes another."""
 
     def put(self, source: NDArray[Any], target: Any) -> None:
         """Copy what was taken, or a part of it, into a target of the same shape."""
@@ -49,11 +49,11 @@ class Memory(Protocol):
 
 
 class HostMemory:
-    """Targets that are numpy arrays, be they views of an engine's tensors."""
+    """Targets that are numpy arrays, maybe views of an engine's tensors."""
 
     def __init__(self) -> None:
         self._scratch = Scratch()
-        self.buffer_bytes = 0  # threads' scratch, of matrices that are cut
+        self.buffer_bytes = 0  # threads' scratch, for matrices that are cut, is not counted
 
     def host(self, target: NDArray[Any]) -> NDArray[Any] | None:
         return target if target.flags.c_contiguous else None
@@ -70,9 +70,9 @@ class HostMemory:
 
 @dataclass(frozen=True)
 class Transfer:
-    """Experts of a stored tensor [experts, …, …] on their way into `target`, of so many axes and
-    integers of that width, from `expert_at` on; of each, `spans` along `axis`, 1 or 2. A tensor
-    that is not stacked is one expert."""
+    """Experts of a stored tensor [experts, …, …] on their way into `target`, which has as many axes
+    and integers of the same width, from its expert `expert_at` on; `spans` along `axis` (1 or 2) of
+    each. A tensor that is not stacked is one expert."""
 
     path: Path
     entry: TensorEntry
@@ -112,7 +112,7 @@ class Filler:
 
     def __exit__(self, *_: object) -> None:
         self._pool.shutdown(cancel_futures=True)
-        self._memory.finish()  # of buffers that are given back now
+        self._memory.finish()  # before its buffers are freed
         self._reader.close()
 
     @property
@@ -121,17 +121,17 @@ class Filler:
         return self._reader.bytes_read
 
     def add(self, transfer: Transfer) -> None:
-        """Begin it; what goes wrong is raised by `wait`."""
+        """Begin a transfer; `wait` raises what goes wrong."""
         step = max(1, CHUNK_BYTES // transfer.expert_bytes)
         for first in transfer.experts[::step]:
             experts = range(first, min(first + step, transfer.experts.stop))
             self._work.append(self._pool.submit(self._move, transfer, experts))
 
     def wait(self) -> None:
-        """Return when all that was added is in its place.
+        """Return when everything that was added is in its place.
 
-        Raises CheckpointError where an expert's bytes are not those that were written, OSError as
-        the system gives it.
+        Raises CheckpointError if an expert's bytes are not those that were written, OSError as the
+        system gives it.
         """
         for work in self._work:
             work.result()
@@ -139,7 +139,7 @@ class Filler:
         self._memory.finish()
 
     def _move(self, transfer: Transfer, experts: range) -> None:
-        """All rows of some experts at a time, or some rows of one that is too large for that."""
+        """Move all rows of some experts at once, or block by block if one expert is too large."""
         entry, axis, memory = transfer.entry, transfer.axis, self._memory
         at = transfer.expert_at + experts.start - transfer.experts.start
         target = transfer.target[at : at + len(experts)]
@@ -167,7 +167,8 @@ class Filler:
                 )
 
     def _blocks(self, transfer: Transfer) -> Iterator[range]:
-        """Rows to read at a time, of those that are needed: all, where a digest is of all."""
+        """The blocks of rows that have to be read: all rows if the digest is compared, as it is of
+        the whole expert."""
         rows = range(transfer.entry.shape[1])
         if transfer.axis == 1 and not self._check:
             stored = [span.stored for span in transfer.spans]
@@ -179,7 +180,7 @@ class Filler:
     def _read(
         self, transfer: Transfer, expert: int, row: int, data: NDArray[Any], hashers: list[Any]
     ) -> None:
-        """Fill `data` [experts, rows, …] with what begins at this row of this expert."""
+        """Fill `data` [experts, rows, …] with the bytes from this row of this expert on."""
         entry = transfer.entry
         start = entry.start + expert * transfer.expert_bytes
         start += row * (transfer.expert_bytes // entry.shape[1])
@@ -193,7 +194,8 @@ class Filler:
 
 
 def _within(span: Span, rows: range) -> tuple[slice, slice]:
-    """The part of `span` that lies in `rows` of the stored tensor, counted from these."""
+    """The part of `span` that lies in `rows` of the stored tensor: counted from their start, and in
+    the target."""
     start, stop = max(span.stored.start, rows.start), min(span.stored.stop, rows.stop)
     stop = max(start, stop)
     at = span.target.start - span.stored.start

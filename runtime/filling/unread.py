@@ -1,4 +1,4 @@
-"""The blobs as tensors that a filler will bring, each once somebody says where to."""
+"""The blobs as tensors that are not read yet: a filler brings each once it is told where to."""
 
 from typing import Any
 
@@ -10,8 +10,8 @@ from kconvert.runtime.weights import NUMPY, Blobs, StoredTensor
 
 
 class Unread:
-    """A tensor of a blob, or some of its rows or columns: what an array of it would say of itself,
-    and where its bytes are to go."""
+    """A tensor of a blob, or some of its rows or columns: shape and dtype like an array's, and a
+    way to have it brought into memory."""
 
     def __init__(
         self, tensor: StoredTensor, filler: Filler, rows: range, columns: range | None = None
@@ -31,15 +31,15 @@ class Unread:
 
     @property
     def nbytes(self) -> int:
-        """What it takes where it goes."""
+        """Bytes it takes in memory."""
         return int(np.prod(self.shape)) * self.dtype.itemsize
 
     def into(self, target: Any) -> None:
-        """Begin to fill `target`: of this shape, and of integers (`filling.device.bits_of`). It is
-        full when the filler has been waited for."""
+        """Begin to fill `target`, which has this shape and holds integers
+        (`filling.device.bits_of`). It is full after the filler's `wait`."""
         path, _, entry, digests = self._tensor
         rows, axis = self._rows, 1
-        if len(entry.shape) < 3:  # a matrix is one of one, a vector a matrix of one column
+        if len(entry.shape) < 3:  # a matrix is a stack of one, a vector a matrix of one column
             sizes = (*entry.shape, 1)[:2]
             entry, target = entry._replace(shape=(1, *sizes)), target.reshape(1, len(rows), -1)
             if self._columns is not None:
@@ -52,7 +52,7 @@ class Unread:
 
 
 class UnreadBlobs(Blobs):
-    """Blobs of which a tensor is not an array but `Unread`."""
+    """Blobs whose tensors are `Unread`, not arrays."""
 
     def __init__(self, blobs: Blobs, filler: Filler) -> None:
         vars(self).update(vars(blobs))

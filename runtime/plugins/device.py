@@ -1,5 +1,5 @@
-"""An engine's parameters as targets of `filling`. Imported by the engines' loaders alone: they have
-torch."""
+"""An engine's parameters as targets of `filling`. Only the engines' loaders import this, as it
+imports torch."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -14,8 +14,10 @@ from kconvert.runtime.plugins.loading import ExpertLayer
 
 
 def memory_of(layers: Iterable[ExpertLayer]) -> Memory:
-    """The way into the parameters of these layers; UnsupportedError if they are not all on one
-    device, or on one of another kind."""
+    """The memory that holds the parameters of these layers, for a `Filler`.
+
+    Raises UnsupportedError if they are not all on one device, or on a device of another kind.
+    """
     devices = {p.device for layer in layers for p in layer.parameters.values()}
     if len(devices) > 1:
         raise UnsupportedError(
@@ -49,7 +51,7 @@ def data_of(tensor: torch.Tensor) -> memoryview:
 
 def fill_shapes(module: torch.nn.Module, dims: ModelDims) -> None:
     """Give a layer the `weight_shape` companions, which blobs drop: [n, k] of each source matrix.
-    Nobody reads them, but they are to be what the engine's own loader would have left."""
+    Nobody reads them, but they should be what the engine's own loader would have left."""
     n, k = dims.intermediate, dims.hidden
     for name, shape in (("w13_weight_shape", (n, k)), ("w2_weight_shape", (k, n))):
         module.get_parameter(name).data.copy_(torch.tensor(shape))

@@ -1,8 +1,8 @@
 """What the engines call at start-up, in each of their processes (entry points in pyproject.toml).
 
-This module imports nothing of theirs, so that looking the entry points up costs nothing. Where an
-engine cannot be extended it is left alone: it may be serving something else, and a converted folder
-it refuses by itself, as it finds no weights there.
+This module imports nothing of theirs, so that looking the entry points up costs nothing. An engine
+that cannot be extended is left alone: it may be serving something else, and it refuses a converted
+folder by itself, as it finds no weights there.
 """
 
 import sys
@@ -25,8 +25,8 @@ def _register(engine: str) -> None:
     except Exception as error:  # another version's modules, names or signatures: anything
         print(
             f"kconvert: this version of {engine} cannot be extended"
-            f" ({type(error).__name__}: {error}), so that converted folders cannot be served with"
-            " it; all else is as ever.",
+            f" ({type(error).__name__}: {error}), so it cannot serve converted folders; everything"
+            " else works as before.",
             file=sys.stderr,
             flush=True,
         )

@@ -1,4 +1,4 @@
-"""What the loaders of both engines have in common: a model, filled from an output."""
+"""What the loaders of both engines have in common: filling a model from an output."""
 
 import re
 from collections import deque
@@ -38,7 +38,7 @@ _TORCH = {"I32": "torch.int32", "BF16": "torch.bfloat16", "F16": "torch.float16"
 
 
 def open_output(folder: Path) -> Output:
-    """The output in `folder`; UnsupportedError where its experts cannot be filled in here."""
+    """The output in `folder`; UnsupportedError if an engine cannot be filled with its experts."""
     output = Output(folder)
     q, family = output.dims.quantization, output.family
     if not isinstance(family, DeepSeekV3) or q != Quantization(q.group_size):
@@ -52,14 +52,14 @@ def open_output(folder: Path) -> Output:
 class ExpertLayer(NamedTuple):
     """A layer of routed experts in an engine's model, before its weights are there."""
 
-    module: str  # its path
-    wanted: RankSlice  # what this rank of the engine holds, of all experts and rows
+    module: str  # its path in the model
+    wanted: RankSlice  # the experts and rows that this rank of the engine holds
     parameters: Mapping[str, Any]  # torch tensors by the names of `experts.STACKED`
     transposed: bool  # whether the engine keeps a matrix [n, k] as [k, n] here
 
     @property
     def number(self) -> int:
-        """Which layer it is, as the checkpoint counts."""
+        """Which layer it is, as the checkpoint counts. UnsupportedError if the path has none."""
         number = _layer_of(self.module)
         if number is None:
             raise UnsupportedError(f"{self.module}: experts outside of `layers.N` are not known.")
@@ -67,7 +67,7 @@ class ExpertLayer(NamedTuple):
 
 
 def take_option(extra: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
-    """Whether to check digests, and the engine's own keys of its extra config."""
+    """Whether to check digests, and the other keys of the engine's extra config."""
     rest = dict(extra)
     check = rest.pop(OPTION, True)
     if type(check) is not bool:
@@ -76,9 +76,9 @@ def take_option(extra: Mapping[str, Any]) -> tuple[bool, dict[str, Any]]:
 
 
 def experts_of(module: str, places: Sequence[int], advice: str) -> range:
-    """The experts that a rank holds, from its table of all experts' places (below 0: elsewhere).
+    """The experts that a rank holds, from its table of all experts' places (below 0: not here).
 
-    Raises UnsupportedError with `advice` if they do not lie together and in order.
+    Raises UnsupportedError with `advice` if they are not next to one another and in order.
     """
     mine = [expert for expert, place in enumerate(places) if place >= 0]
     if not mine or [places[e] for e in range(mine[0], mine[-1] + 1)] != list(range(len(mine))):
@@ -92,8 +92,8 @@ def experts_of(module: str, places: Sequence[int], advice: str) -> range:
 def common_blobs(
     output: Output, parameters: Collection[str], layers: Iterable[ExpertLayer]
 ) -> list[Blob]:
-    """The blobs of the tensors that are not cut, as far as a model with these parameters (a
-    pipeline's stage has some layers, a text model no vision tower) needs them.
+    """The blobs of the tensors that are not cut, those that a model with these parameters needs: a
+    pipeline's stage has only some layers, a text model no vision tower.
 
     Raises UnsupportedError if the model has experts that the plugin did not find, or a vision
     tower that the output lacks.
@@ -121,8 +121,10 @@ def checked(
     data: Callable[[Any], memoryview] | None,
 ) -> Iterator[tuple[str, Any]]:
     """The tensors that an engine reads from common blobs, each compared with its digest while the
-    engine copies it, and CheckpointError by the end if one differs or is missing. `data` gives a
-    tensor's bytes; None: digests are not compared."""
+    engine copies it. `data` gives a tensor's bytes; None: digests are not compared.
+
+    Raises CheckpointError, at the end or before, if one differs or is missing.
+    """
     expected = {
         name: (blob.path, blob.info.digests[name]) for blob in blobs for name in blob.header.tensors
     }
@@ -137,14 +139,17 @@ def checked(
         for work in begun:
             work.result()
     for name, (path, _) in expected.items():
-        raise CheckpointError(f"{path}, tensor {name}: the engine did not read it.")
+        raise CheckpointError(
+            f"{path}, tensor {name}: the engine did not read it: this version reads weights in"
+            " another way; see runtime/plugins/README.md for what works."
+        )
 
 
 def _compare(path: Path, name: str, data: memoryview, wanted: str) -> None:
     if digest(data) != wanted:
         raise CheckpointError(
-            f"{path}, tensor {name}: its bytes were changed, the digest is another: copy the"
-            " file again, or convert it again."
+            f"{path}, tensor {name}: its bytes were changed, the digest disagrees: copy the file"
+            " again, or convert it again."
         )
 
 
@@ -154,11 +159,11 @@ def fill(
     layer: ExpertLayer,
     place: Callable[[str, tuple[int, ...]], Any],
 ) -> None:
-    """Begin to fill a layer's experts. `place(name, shape)` gives the memory of a parameter as the
-    target of a transfer, in the blob's layout and shape.
+    """Begin to fill a layer's experts. `place(name, shape)` gives the memory that a parameter is
+    read into, in the blob's layout and shape.
 
-    Raises UnsupportedError if the engine keeps other shapes than are known, or the blobs cannot
-    be cut as it does, CheckpointError and OutputError if a blob is missing or foreign.
+    Raises UnsupportedError if the engine's shapes are not those that are known, or if the blobs
+    cannot be cut as it does, CheckpointError and OutputError if a blob is missing or foreign.
     """
     dims, wanted = output.dims, layer.wanted
     if dims.quantization != Quantization(dims.quantization.group_size):

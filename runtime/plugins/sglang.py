@@ -1,8 +1,8 @@
 """SGLang loads a folder that has a kconvert.json. Tried with 0.5.17 and 0.5.23 (README.md).
 
 SGLang's own loader reads the common blobs; experts go straight into the parameters of their layer,
-whose own attributes say which they are. Of a `marlin` folder, a layer is then left as SGLang's own
-repacking leaves it, marked as converted.
+whose own attributes say which experts they are. For a `marlin` folder, a layer is then left as
+SGLang's own repacking leaves it, marked as converted.
 """
 
 import functools
@@ -38,7 +38,7 @@ from kconvert.runtime.plugins.loading import (
 )
 
 _log = logging.getLogger(f"sglang.{__name__}")
-_SCHEME = "CompressedTensorsWNA16MoE"  # Marlin's; its subclasses are other backends'
+_SCHEME = "CompressedTensorsWNA16MoE"  # Marlin's; its subclasses belong to other backends
 _ACT_ORDER = ("w13_weight_g_idx", "w2_weight_g_idx",
               "w13_g_idx_sort_indices", "w2_g_idx_sort_indices")  # fmt: skip
 # Settings of the server that renumber experts or change them after they are loaded → the default.
@@ -55,7 +55,7 @@ def register() -> None:
 
 
 def _choose(original: Callable[..., Any], load_config: Any, *rest: Any, **options: Any) -> Any:
-    """A loader of ours for a folder of ours; for all else (a draft model, say) SGLang's."""
+    """Our loader for a converted folder; SGLang's for anything else, such as a draft model."""
     model_config = rest[0] if rest else options.get("model_config")
     usual = getattr(load_config.load_format, "value", None) in ("auto", "safetensors")
     if usual and model_config is not None and is_output(Path(model_config.model_path)):
@@ -138,12 +138,12 @@ class KconvertLoader(DefaultModelLoader):  # type: ignore[misc]
         return folder, [str(blob.path) for blob in self._common], *rest
 
     def _loading(self) -> Output:
-        """The output that is being loaded. SGLang's updates of weights, and its overlapped start,
-        come by other ways, which would leave the experts out."""
+        """The output that is being loaded. SGLang's updates of weights and its overlapped start go
+        other ways, which would leave the experts out."""
         if self._output is None:
             raise UnsupportedError(
-                "weights of a converted folder are loaded at start alone: restart the server; leave"
-                " options out that overlap loading with the start."
+                "weights of a converted folder are loaded only at the start: restart the server,"
+                " without options that overlap loading with the start."
             )
         return self._output
 

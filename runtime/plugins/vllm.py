@@ -1,9 +1,9 @@
 """vLLM's `--load-format kconvert`. Tried with 0.26.0, 0.32.0 and 0.33.0 (README.md).
 
 vLLM's own loader reads the common blobs; experts go straight into the parameters of their layer,
-whose own parallel configuration says which they are. Of a `marlin` folder, the layer's set-up is
-then told that repacking has been done: `convert_to_wna16_moe_kernel_format`, as its quantization
-method calls it, hands back what is there.
+whose own parallel configuration says which experts they are. For a `marlin` folder, the layer's
+set-up is then told that repacking has been done: `convert_to_wna16_moe_kernel_format`, as its
+quantization method calls it, returns what is there.
 """
 
 import functools
@@ -52,7 +52,7 @@ def register() -> None:
 
 
 class KconvertLoader(DefaultModelLoader):  # type: ignore[misc]
-    """Loads an output of `kconvert convert`; a draft model that is none, as vLLM would."""
+    """Loads an output of `kconvert convert`; a draft model that is no output is left to vLLM."""
 
     def __init__(self, load_config: LoadConfig) -> None:
         self._check, rest = take_option(load_config.model_loader_extra_config or {})
@@ -115,7 +115,7 @@ class KconvertLoader(DefaultModelLoader):  # type: ignore[misc]
 
 
 def _refuse_options() -> None:
-    """UnsupportedError naming an option that moves or changes experts after they are loaded."""
+    """Raise UnsupportedError naming an option that moves or changes experts after loading."""
     config = get_current_vllm_config()
     if config.lora_config is not None:
         raise UnsupportedError(
@@ -158,7 +158,7 @@ def _expert_layer(output: Output, name: str, module: Any) -> ExpertLayer:
 
 
 def _experts(output: Output, name: str, module: Any) -> range:
-    """The experts of this rank, by the layer's own map; None: all of them."""
+    """The experts of this rank by the layer's own map; all of them if it has none."""
     if module._expert_map is None:
         return range(output.dims.experts)
     advice = "start with --expert-placement-strategy linear"
@@ -166,7 +166,7 @@ def _experts(output: Output, name: str, module: Any) -> range:
 
 
 def _wrap_repack(method: Any) -> None:
-    """Let the module of a quantization method leave those layers alone that are ready."""
+    """Wrap the repacking in a method's module, so that it leaves ready layers alone."""
     module = sys.modules[type(method).__module__]
     original = getattr(module, _REPACK, None)
     if original is None:
@@ -190,8 +190,8 @@ def _wrap_repack(method: Any) -> None:
 
 
 def _as_packed(layer: torch.nn.Module) -> tuple[Any, ...]:
-    """What the engine's repacking returns, of a layer that is packed: codes, scales, and nothing
-    for the rest. vLLM 0.26 has act-order's indices between them, which are to be empty."""
+    """What the engine's repacking would return for a layer that is packed: codes, scales, and
+    nothing for the rest. vLLM 0.26 has act-order's indices between them, which must be empty."""
     packed = tuple(
         getattr(layer, name)
         for name in ("w13_weight_packed", "w2_weight_packed", "w13_weight_scale", "w2_weight_scale")

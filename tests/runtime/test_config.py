@@ -38,7 +38,7 @@ def test_a_stop_token_that_is_none(file, folder: Path) -> None:
         ({"scoring_func": "softmax"}, UnsupportedError, "scoring_func is 'softmax', only 'sigmo"),
         ({"n_group": 8}, UnsupportedError, "n_group is 8, only 1"),
         ({"attention_bias": True}, UnsupportedError, "attention_bias is True"),
-        ({"num_experts_per_tok": 99}, CheckpointError, "99 experts a token of 8"),
+        ({"num_experts_per_tok": 99}, CheckpointError, "num_experts_per_tok is 99, expected"),
         ({"kv_lora_rank": None}, CheckpointError, "kv_lora_rank is None"),
         (
             {"rope_scaling": {"type": "linear"}},

@@ -280,7 +280,7 @@ def test_stop_tokens_and_streaming(engines, monkeypatch) -> None:
         (([1], 1, "ar", 4097), "budget 4097"),
         (([1], 1, "ar", "many"), "budget many"),
         (([1], 1, "ar", 1, -0.5), "temperature -0.5"),
-        (([1], 1, "ar", 1, 1e308), "temperature 1e.308 is not from 0 to 1e.06"),
+        (([1], 1, "ar", 1, 1e308), "temperature 1e.308 is not between 0 and 1e.06"),
         (([1], 1, "ar", 1, 1.0, 2**64), "seed 18446744073709551616"),
     ],
 )

@@ -104,7 +104,7 @@ def with_tensor(name: str, tensor: Tensor) -> Callable[[dict[str, Tensor]], None
 @pytest.mark.parametrize(
     ("change", "sentence", "error"),
     [
-        (without("fc.weight"), "has no tensor fc.weight", CheckpointError),
+        (without("fc.weight"), "has no tensor fc.weight: download", CheckpointError),
         (without("layers.2.self_attn.q_norm.weight"), "no tensor layers.2.self_attn.q_norm.weight",
          CheckpointError),
         (with_tensor("fc.weight", torch.zeros(64, 192)),
