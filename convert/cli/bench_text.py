@@ -365,4 +365,4 @@ def plan_text(table: dict[str, Any]) -> str:
 
 def _machine(table: dict[str, Any]) -> str:
     machine = table["machine"]
-    return f"{machine['cpu']}, {machine['cores']} cores, {counted(table['pairs'], 'pair')}"
+    return f"{machine['cpu']}, {machine['cores']} cores, {table['pairs']} pairs"
