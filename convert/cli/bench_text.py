@@ -365,4 +365,5 @@ def plan_text(table: dict[str, Any]) -> str:
 
 def _machine(table: dict[str, Any]) -> str:
     machine = table["machine"]
-    return f"{machine['cpu']}, {machine['cores']} cores, {table['pairs']} pairs"
+    pairs = "1 pair" if table["pairs"] == 1 else f"{table['pairs']} pairs"
+    return f"{machine['cpu']}, {machine['cores']} cores, {pairs}"
