@@ -100,7 +100,7 @@ def bench_load(
 
 
 def blobs_of(paths: Sequence[Path]) -> list[Path]:
-    """The blobs among files, and in folders and theirs."""
+    """The blobs among these files, and in these folders and the folders below them."""
     found: list[Path] = []
     for path in paths:
         found += sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
@@ -278,7 +278,7 @@ class _Bench:
                 os.close(fd)
 
     def _buffer(self) -> memoryview:
-        """On a page, as O_DIRECT wants it."""
+        """A buffer that begins on a page, as O_DIRECT requires."""
         if self._device.type == "cpu":
             return memoryview(mmap.mmap(-1, CHUNK_BYTES))
         return torch.empty(CHUNK_BYTES, dtype=torch.uint8, pin_memory=True).numpy().data

@@ -1,4 +1,4 @@
-"""Times one MoE layer's kernels: ``kconvert bench moe``. results/METHOD.md says how, and why so.
+"""Times one MoE layer's kernels: ``kconvert bench moe``. results/METHOD.md says how, and why.
 
 Random weights, a seeded random top-8 of 384, three layers of weights and several routings in turn
 so that nothing is found in the L2 cache, everything in one CUDA graph, the median of its replays.

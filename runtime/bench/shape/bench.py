@@ -128,8 +128,8 @@ def exchange_text(size: int, present: int) -> str:
 def measured(
     engine: Engine, here: Ranks, contexts: Sequence[int], tell: Report, quick: bool = False
 ) -> Iterator[dict[str, Any]]:
-    """Every row of the table, contexts rising, for the cache grows with them; `quick`: of one text
-    1, 8, 16 and 33 rows alone."""
+    """Every row of the table, from the shortest context on, as the cache grows with them; `quick`:
+    only 1, 8, 16 and 33 rows of one text."""
     verified = VERIFIED[:3] if quick else VERIFIED
     budgets = () if quick else BUDGETS
     read, begin = Read.of(engine), time.perf_counter()
@@ -232,7 +232,8 @@ def _tree(nodes: int) -> Tree:
 
 
 def _experts(engine: Engine, run: Callable[[], object], rows: int) -> dict[str, Any]:
-    """Experts that a layer's rows touch, on average and at least, beside what unlike tokens do."""
+    """How many experts a layer's rows touch, on average and at least, and how many unlike tokens
+    would."""
     with recorded(engine.model) as kept:
         run()
     counts = touched(kept)
@@ -245,12 +246,12 @@ def _experts(engine: Engine, run: Callable[[], object], rows: int) -> dict[str, 
 
 
 def touched(kept: Recorded) -> list[int]:
-    """Experts of each layer; a row that is none has none."""
+    """The experts that each layer's rows touch; a row past the count touches none."""
     return [len(np.unique(ids[ids >= 0])) for _, ids in kept.calls]
 
 
 def expected_experts(config: ModelConfig, rows: int) -> float:
-    """Experts that `rows` tokens touch whose choices have nothing to do with one another's."""
+    """How many experts `rows` tokens touch if each chooses independently."""
     return config.experts * (1 - (1 - config.top_k / config.experts) ** rows)
 
 
@@ -288,7 +289,7 @@ class Read(NamedTuple):
 
 
 def _per_layer(engine: Engine, seen: dict[str, Any]) -> dict[str, Any]:
-    """With the launches of a layer that has experts: of every kernel as many as all have."""
+    """With the launches of a MoE layer: of each kernel, those that every layer has."""
     config = engine.model.config
     layers = config.layers - config.first_moe
     return {**seen, "launches_a_layer": sum(

@@ -27,8 +27,8 @@ TREES = (16, 33)  # rows of a step
 
 
 def check(engine: Engine, contexts: Sequence[int], seed: int) -> dict[str, Any]:
-    """Of the dense layer and the first MoE layer the relative distance to float64; of each context
-    and way of running the 16 tokens, whether their float32 logits have the bits of one by one."""
+    """How far the dense layer and the first MoE layer are from float64, relatively; and for each
+    context and way of running the 16 tokens, whether their logits have the bits of one by one."""
     near = [layer_near(engine, number, contexts[0], seed) for number in layers_compared(engine)]
     bits = [
         {"context": context, **found}
@@ -40,8 +40,8 @@ def check(engine: Engine, contexts: Sequence[int], seed: int) -> dict[str, Any]:
 
 
 def layers_compared(engine: Engine) -> list[int]:
-    """The dense layer, if there is one, and the first with experts; none where other ranks have
-    a part of the sums."""
+    """The dense layer, if there is one, and the first with experts; none if other ranks hold a part
+    of the sums."""
     if engine.model.backend.ranks.gpus is not None:
         return []
     first = engine.model.config.first_moe
@@ -84,7 +84,7 @@ def layer_near(engine: Engine, number: int, context: int, seed: int) -> dict[str
 
 
 def _only(whole: Model, layer: Layer) -> Model:
-    """A model of one layer, with the other's weights."""
+    """A model of one layer, with the weights of that layer in another model."""
     model = Model(whole.config, whole.blobs, whole.backend)
     vars(model)["weights"] = whole.weights._replace(layers=[layer])
     return model
@@ -93,7 +93,7 @@ def _only(whole: Model, layer: Layer) -> Model:
 def _wide(
     weights: Weights, twin: TwinBackend, whole: Model, number: int, chosen: set[int]
 ) -> Weights:
-    """The weights of one layer as the twins read them, of the experts only those `chosen`."""
+    """The weights of one layer as the twins read them; only the `chosen` experts."""
 
     def wide(value: Tensor) -> Tensor:
         return value.double()

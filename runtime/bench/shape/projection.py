@@ -149,7 +149,7 @@ def step_ms(
 
 
 def exchange_us(rows: int, machine: Machine, form: str, pair_us: float) -> float:
-    """Of `rows` rows between eight ranks, residual and norm included."""
+    """Microseconds of an exchange of `rows` rows between eight ranks, with residual and norm."""
     size, rounds = FORMS[form]
     latency = pair_us if machine.latency_us is None else machine.latency_us
     return latency + (rounds - 1) * machine.round_us + rows * size / machine.link_gbps * 1e-3

@@ -46,8 +46,8 @@ def open_rank(config: ModelConfig, size: int, here: Ranks, seed: int, device: An
 
 
 def weight_bytes(blobs: MadeUpBlobs, config: ModelConfig) -> int:
-    """What the target's weights take on a rank: on torch's device without memory they are made for
-    nothing."""
+    """Bytes of the target's weights on a rank: made on torch's device without memory, so nothing
+    is allocated."""
     ranks = Ranks(blobs.rank, blobs.manifest.tp)
     alone = _Weighed(ranks.rank, ranks.size)
     weights = Model(config, blobs, CudaBackend(config, alone, torch.device("meta"))).weights
@@ -60,7 +60,7 @@ class _Weighed(Ranks):
 
 
 def nbytes_of(weights: Any) -> int:
-    """Of all tensors in them."""
+    """Bytes of all tensors in them."""
     if isinstance(weights, Tensor):
         return weights.nbytes
     if isinstance(weights, (tuple, list)):
@@ -136,7 +136,7 @@ class RankDecoder(CudaDecoder):
 
     @property
     def slots(self) -> int:
-        """Of the cache: attention's grid follows it."""
+        """The cache's slots, which attention's grid follows."""
         return self._capacity
 
 

@@ -54,7 +54,7 @@ class MadeUp:
 
     @property
     def nbytes(self) -> int:
-        """What it takes where it goes."""
+        """Bytes that it takes where it goes."""
         return int(np.prod(self.shape)) * int(self.dtype.itemsize)
 
     def into(self, target: Any) -> None:

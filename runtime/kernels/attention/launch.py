@@ -38,7 +38,7 @@ class AttentionShape:
 
     @property
     def macros(self) -> dict[str, dict[str, int]]:
-        """Of each kernel."""
+        """Each kernel's macros."""
         heads, c, r = self.heads, self.kv_lora, self.rope
         return {
             "store": {"Q": self.q_lora, "C": c, "R": r},
@@ -49,8 +49,8 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class Form:
-    """How attend is cut: lines (a head of a row each) of a block, and halves of a tile that it has
-    in shared memory. No bit depends on it."""
+    """How attend is laid out: the lines of a block (a line is a head of a row), and the half tiles
+    of keys that it keeps in shared memory. No bit depends on it."""
 
     lines: int
     halves: int
@@ -68,21 +68,23 @@ class Form:
         return self.halves * KEYS // 2 * line + self.lines * (line + 4 * scores)
 
     def grid(self, shape: AttentionShape, rows: int, spans: int) -> int:
-        """Blocks for so many spans of each row, then for windows."""
+        """Blocks: those of so many spans of each row, and those of the windows."""
         windows = rows * TAILS * -(-shape.heads // self.lines)
         return spans * -(-rows * shape.heads // self.lines) + windows
 
 
 def spans(parts: int) -> int:
-    """Of a row that has at most so many tiles of 64 positions, the last of them not below its
-    prefix."""
+    """How many spans a row has, if it has at most `parts` tiles of 64 positions. The last tile is
+    never below the row's prefix."""
     return min(SPANS, parts - 1)
 
 
 def form(shape: AttentionShape, rows: int, parts: int, gpu: Gpu) -> Form:
-    """Each block reads its keys anew: as many lines a block as make three blocks for four SMs where
-    a cache is half full. Where blocks are many and have one tile each two share an SM, elsewhere a
-    block asks for its next tile ahead, if there is room."""
+    """The form that is quickest for a cache that is half full, as measured on an H200.
+
+    Each block reads its keys anew, so it takes as many lines as still leave three blocks for four
+    SMs. If there are many blocks of one tile each, two share an SM; else a block asks for its next
+    tile ahead, if there is room. Raises ValueError if a tile does not fit the GPU."""
     room, likely = gpu.shared_per_sm - 1024, min(SPANS, (parts - 1) // 2)
     for lines in (64, 32, 16):
         groups = -(-rows * shape.heads // lines)
@@ -107,8 +109,8 @@ def store(
     keys: Tensor,
     shape: AttentionShape,
 ) -> Tensor:
-    """low bf16 [T, Q + C + R] → normed queries bf16 [T, Q]; latents and keys into keys [slots, C +
-    R]."""
+    """low bf16 [T, Q + C + R] → normed queries bf16 [T, Q]; writes latents and rotated keys into
+    keys bf16 [slots, C + R]."""
     q_low = torch.empty(len(low), shape.q_lora, dtype=torch.bfloat16, device=low.device)
     args = (low, q_weight, c_weight, epsilon, positions, slots, *tables, q_low, keys)
     launch("attention/store", shape.macros["store"], (len(low), 2), 128, args)
@@ -122,7 +124,7 @@ def queries(
     rows, width = len(q), shape.kv_lora + shape.rope
     out = torch.empty(rows, shape.heads, width, dtype=torch.bfloat16, device=q.device)
     columns, sms = shape.heads * (shape.kv_lora // 64), gpu(q.device.index).sms
-    # As few a block as make two blocks an SM; all of a block's take turns.
+    # As few rows a block as fill each SM with two blocks; a block's rows take turns.
     most = next((n for n in (8, 16, 24, 32) if columns * -(-rows // n) <= 2 * sms), 40)
     grid = shape.heads, -(-rows // most), shape.kv_lora // 64
     args = (q, kv_b, rows, most, positions, *tables, out)

@@ -20,7 +20,7 @@ class Peers:
 
 
 def peer_bytes(ranks: int, most: int, size: int) -> int:
-    """Of one rank's memory."""
+    """The size of one rank's memory."""
     return 2 * ranks * most * size * 4 + most * ranks * 4
 
 

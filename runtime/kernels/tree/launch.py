@@ -45,8 +45,8 @@ def empty_rows(rows: int, parts: int, device: torch.device) -> StepRows:
 
 
 def top_k(logits: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Of logits float32 [L, n], columns from token `first` on: each chunk's keys int64 [L, chunks,
-    NODES] and normalizers float64 [L, chunks, 2]."""
+    """Each chunk's keys int64 [L, chunks, NODES] and normalizers float64 [L, chunks, 2] of logits
+    float32 [L, n], whose columns are the tokens from `first` on."""
     levels, size = logits.shape
     chunks = -(-size // TOP_CHUNK)
     keys = torch.empty(levels, chunks, NODES, dtype=torch.int64, device=logits.device)
@@ -100,7 +100,7 @@ def walk(
 
 
 def compact(state: Tensor, accepted: Tensor, keys: Tensor) -> None:
-    """Of keys bf16 [layers, slots, width]: accepted rows move, the others become NaN."""
+    """In keys bf16 [layers, slots, width] accepted rows move up, the others become NaN."""
     layers, slots, width = keys.shape
     grid = layers, -(-width // 256)
     launch("tree/compact", {}, grid, 128, (state, accepted, keys, slots, width // 2))
