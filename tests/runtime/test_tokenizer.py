@@ -182,7 +182,10 @@ def test_ranks_cut_short(lines: int, words: str, folder: Path) -> None:
         ({"added_tokens_decoder": []}, "added_tokens_decoder is not an object"),
         ({"added_tokens_decoder": {"266": {"content": 5}}}, "token 266 is 5, expected a text"),
         ({"added_tokens_decoder": {"x": {"content": "[BOS]"}}}, "token x, but the 266 ranks"),
-        ({"added_tokens_decoder": {"266": {"content": "a"}, "267": {"content": "a"}}}, "one name"),
+        (
+            {"added_tokens_decoder": {"266": {"content": "a"}, "267": {"content": "a"}}},
+            "the same name",
+        ),
         ({"pat_str": "("}, "pat_str or a name cannot be used"),
         ({"added_tokens_decoder": {"266": {"content": "\ud800"}}}, "name cannot be used"),
         ({"pat_str": 5}, "pat_str or a name cannot be used"),
