@@ -133,9 +133,7 @@ def test_a_missing_shard_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
     second = folder / "model-00002-of-00002.safetensors"
     whole = second.read_bytes()
     second.unlink()
-    with pytest.raises(
-        CheckpointError, match=r"00002.safetensors, which has .* hidden_norm.weight, is missing"
-    ):
+    with pytest.raises(CheckpointError, match=r"00002.safetensors, which has .*, is missing"):
         Drafter.open(folder, TARGET)
     second.write_bytes(whole[:-1])
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002.safetensors is truncated"):
