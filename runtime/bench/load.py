@@ -37,7 +37,7 @@ GOALS = {"page cache": 0.9, "page cache, digests": 0.75, "disk": 0.95}  # of the
 GOAL_GBPS = 30  # from the page cache, without digests
 PASSES = {"page cache": 5, "disk": 2}
 _THREADS = (4, 8, 12, 16)  # no more than cores
-_IN_FLIGHT = (4, 16)  # of a disk, which is no matter of cores
+_IN_FLIGHT = (4, 16)  # reads that a disk has at a time, whatever the number of cores
 _RANK = re.compile(r"rank-(\d{5})-of-\d{5}")
 _ROOM = 1 << 30  # of the device's memory, beside the blobs
 
@@ -105,7 +105,9 @@ def blobs_of(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         found += sorted(path.rglob("*.safetensors")) if path.is_dir() else [path]
     if not found:
-        raise UnsupportedError(f"{', '.join(map(str, paths))}: no blob is there (*.safetensors).")
+        raise UnsupportedError(
+            f"{', '.join(map(str, paths))}: no blob (*.safetensors) found: name a rank's folder."
+        )
     return found
 
 

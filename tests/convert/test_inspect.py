@@ -1,4 +1,4 @@
-"""`inspect` says of anything what it is."""
+"""`inspect` says what any path is."""
 
 import json
 import shutil

@@ -1,4 +1,4 @@
-"""Scales are kept as they are, and cast only where that is asked for, which says what is lost."""
+"""Scales are kept as they are, and cast only on request, which says what is lost."""
 
 import json
 from pathlib import Path

@@ -142,17 +142,17 @@ def test_a_damaged_common_blob(serve, folders, tmp_path) -> None:
     assert_refused(serve(output, **OURS), "common/layer-00000.safetensors", "digest is another")
 
 
-def test_without_the_plugin_it_isassert_refused(serve, folders) -> None:
+def test_without_the_plugin_it_is_refused(serve, folders) -> None:
     run = serve(folders.converted("plain", "marlin"), **MARLIN)
     assert_refused(run, "Cannot find any model weights")
 
 
-def test_lora_isassert_refused(serve, folders) -> None:
+def test_lora_is_refused(serve, folders) -> None:
     run = serve(folders.converted("plain", "marlin"), **OURS, enable_lora=True)
     assert_refused(run, "--enable-lora")
 
 
-def test_a_folder_that_is_none_isassert_refused(serve, folders) -> None:
+def test_a_folder_that_is_no_output_is_refused(serve, folders) -> None:
     assert_refused(serve(folders.source("plain"), **OURS), "has no kconvert.json")
 
 

@@ -1,4 +1,4 @@
-"""`python -m fuzz --count 100000`: try so many mutated inputs; exit code 1 where one fails."""
+"""`python -m fuzz --count 100000`: try so many mutated inputs; exit code 1 if one fails."""
 
 import argparse
 import json

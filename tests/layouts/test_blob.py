@@ -25,7 +25,7 @@ def out(tmp_path_factory) -> Path:
 
 
 def written(info: BlobInfo) -> BlobInfo:
-    """`info` as a reader gets it that finds it in a header."""
+    """`info` as a reader of the header gets it."""
     raw = encode_header([], info)
     return blob_info(parse_header(raw, len(raw), "a.safetensors"), "a.safetensors")
 

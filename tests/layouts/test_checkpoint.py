@@ -81,7 +81,7 @@ def test_one_file_needs_no_index(mini: Path) -> None:
         (b"version https://git-lfs.github.com/spec/v1", "is a Git LFS pointer"),
     ],
 )  # fmt: skip
-def test_json_that_is_none(raw: bytes, words: str, tmp_path: Path) -> None:
+def test_json_that_is_damaged(raw: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_bytes(raw)
     with pytest.raises(CheckpointError, match=words):
         read_json(tmp_path / "config.json")

@@ -82,7 +82,7 @@ def test_a_file_of_another_length(data: int, kind: type[CheckpointError]) -> Non
         (b"version https://git-lfs.github.com/spec/v1\n", "Git LFS pointer"),
     ],
 )  # fmt: skip
-def test_a_file_that_is_none(content: bytes, words: str, tmp_path: Path) -> None:
+def test_a_file_that_is_not_safetensors(content: bytes, words: str, tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(content)
     with pytest.raises(CheckpointError, match=words):
         read_header(tmp_path / "x")

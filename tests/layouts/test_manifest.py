@@ -53,7 +53,7 @@ def test_any_change_shows(value: object, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", "{", '{"format": 1, "digest": "", "files": []}'])
-def test_what_is_none(text: str, tmp_path: Path) -> None:
+def test_what_is_not_a_manifest(text: str, tmp_path: Path) -> None:
     (tmp_path / MANIFEST_NAME).write_text(text)
     with pytest.raises(OutputError, match=MANIFEST_NAME):
         read_manifest(tmp_path)

@@ -1,4 +1,4 @@
-"""What scales and codes give away of a damaged source, and scales made into bfloat16."""
+"""How scales and codes show a damaged source, and scales cast to bfloat16."""
 
 import numpy as np
 import pytest

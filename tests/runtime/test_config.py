@@ -25,7 +25,7 @@ def test_stop_tokens_are_those_of_both_files(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["config.json", "generation_config.json"])
-def test_a_stop_token_that_is_none(file, folder: Path) -> None:
+def test_a_stop_token_that_is_no_id(file, folder: Path) -> None:
     (folder / "generation_config.json").write_text("{}")
     change_json(folder / file, lambda config: config.update(eos_token_id="</s>"))
     with pytest.raises(CheckpointError, match=f"^{folder / file}: eos_token_id is ..</s>"):

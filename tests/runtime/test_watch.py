@@ -1,4 +1,4 @@
-"""A rank that ends while another waits for it where no error comes from: in a GPU's step."""
+"""A rank that ends while another waits for it in a GPU's step, from which no error comes."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""The outside opinion: loaded only where there is a source, and not silently."""
+"""The outside opinion: loaded only if there is a source, and not silently."""
 
 import subprocess
 import sys

@@ -78,7 +78,7 @@ def _read(path: Path) -> dict[str, Any]:
 def project(shape: dict[str, Any], exchange: dict[str, Any]) -> dict[str, Any]:
     """Tokens a second by machine, form of the exchange, profile and budget, from the results of
     `bench decode --shape k2.6 --rank-of 8` and of `bench exchange` on two GPUs. Raises
-    UnsupportedError where one has not what is needed."""
+    UnsupportedError if one of them lacks what is needed."""
     steps = [
         row
         for row in shape["rows"]

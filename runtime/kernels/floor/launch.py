@@ -23,7 +23,7 @@ def read_experts(layer: MoeWeights, chosen: Tensor) -> None:
     """Only read the weights and scales of the experts in chosen int32 [C]: w13, then w2.
 
     Two launches that do not overlap, the least that two kernels over these bytes can take. Raises
-    ValueError where an expert's tensor is not a multiple of 16 KiB.
+    ValueError if an expert's tensor is not a multiple of 16 KiB.
     """
     sms = gpu(chosen.device.index).sms
     for blobs in ((layer.w13, layer.w13_scale), (layer.w2, layer.w2_scale)):
@@ -38,7 +38,7 @@ def read_experts(layer: MoeWeights, chosen: Tensor) -> None:
 
 
 def read_matrix(matrix: Tensor) -> None:
-    """Only read a matrix, in one launch. Raises ValueError where it is no multiple of 16 KiB."""
+    """Only read a matrix, in one launch. Raises ValueError if it is not a multiple of 16 KiB."""
     index, size = matrix.device.index, matrix.numel() * matrix.element_size()
     if size % 16384:
         raise ValueError(f"{size} bytes are not a multiple of 16384")

@@ -27,7 +27,7 @@ def linear_into(
     """x bf16 [M, K] times the transpose of weight bf16 [N, K], into out [M, N]: float32 sums, or
     rounded to bf16. With `rest` out has the first columns, float32, and rest bf16 the others. If
     `gated` what is bf16 is SiLU(gate) · up, half as many columns, of the weight's rows of gate and
-    then of up, both rounded before. Raises ValueError where an argument is not what the kernel
+    then of up, both rounded before. Raises ValueError if an argument is not what the kernel
     takes."""
     (m, k), n = x.shape, weight.shape[0]
     wide, rounded = (out, rest) if out.dtype == torch.float32 else (None, out)

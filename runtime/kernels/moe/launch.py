@@ -205,7 +205,7 @@ def moe(
 
 
 def check(x: Tensor, ids: Tensor, weights: Tensor, shape: MoeShape, work: MoeWorkspace) -> None:
-    """Raises ValueError where an argument is not what the kernels take."""
+    """Raises ValueError if an argument is not what the kernels take."""
     tokens = x.shape[0]
     wanted = {
         "x": (x, (tokens, shape.hidden), torch.bfloat16),

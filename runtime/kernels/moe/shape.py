@@ -14,7 +14,7 @@ W13_CHUNKS = 4  # chunks of K within each of the ``split`` parts; a block has as
 BLOCK_BYTES = 1024 + 128  # weights and scales of 32 k x 64 columns
 NARROW_ROWS = 4  # rows an expert has on average up to which blocks of 8 rows are used
 MANY_ROWS = 32  # and from which on sm_90a's forms for dozens of rows are
-MAX_EXPERTS = 1024  # the alignment kernel is one block, an expert a thread
+MAX_EXPERTS = 1024  # a block of the alignment kernel has a thread for each
 
 
 @dataclass(frozen=True)

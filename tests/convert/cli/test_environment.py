@@ -1,4 +1,4 @@
-"""What the command line does where its surroundings are poor: streams that are closed or go away,
+"""What the command line does in poor surroundings: streams that are closed or go away,
 no threads, SIGINT ignored."""
 
 import os
@@ -44,7 +44,7 @@ def test_a_reader_that_goes_away(unbuffered: str) -> None:
 
 
 def test_closed_streams_do_not_get_into_blobs(tmp_path: Path) -> None:
-    """Else the first files that are opened would be stdout and stderr."""
+    """Without care the first files that are opened would become stdout and stderr."""
     made = shell(f"{KCONVERT} convert {KIMI_MINI} {tmp_path}/out --tp 2 <&- >&- 2>&-")
     assert made.returncode == 0
     convert(KIMI_MINI, tmp_path / "same", tp=2)
@@ -101,7 +101,7 @@ def test_synth_that_fails_leaves_no_half_shard(tmp_path: Path) -> None:
 
 
 def test_numpy_s_blas_starts_no_thread() -> None:
-    """Where it cannot, it raises SIGINT, which we would take for the user's."""
+    """If it cannot start one, it raises SIGINT, which we would take for the user's."""
     code = (
         "import os, sys\n"
         "from kconvert.convert.cli.main import main\n"

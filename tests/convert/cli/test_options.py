@@ -30,7 +30,7 @@ def test_options_that_do_not_fit(options, words, tmp_path: Path, kconvert) -> No
 
 
 @pytest.mark.parametrize("text", ["1-", "a", "3-1", "", "1,,2", "-1", "0-999999999999"])
-def test_lists_that_are_none(text: str, tmp_path: Path, kconvert) -> None:
+def test_lists_that_cannot_be_read(text: str, tmp_path: Path, kconvert) -> None:
     outcome = kconvert("convert", KIMI_MINI, tmp_path / "out", f"--layers={text}")
     assert outcome.code == 2
     assert "is not a list like 0-3,60" in outcome.err

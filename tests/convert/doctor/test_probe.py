@@ -82,7 +82,7 @@ def test_cgroup_of_a_container_whose_path_is_the_hosts(tmp_path: Path) -> None:
         assert probe.memory(root)["limit"] == 5_000_000
 
 
-def test_limits_that_are_none(tmp_path: Path) -> None:
+def test_limits_that_limit_nothing(tmp_path: Path) -> None:
     root = tree(
         tmp_path, proc__meminfo=MEMINFO, proc__self__mountinfo=V2, proc__self__cgroup="0::/\n",
         **{"sys__fs__cgroup__memory.max": "70000000000\n"},  # more than there is

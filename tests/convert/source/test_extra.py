@@ -1,5 +1,5 @@
 """Without the extra `hub`, or with an engine's older client, the Hub is refused in one sentence;
-folders are converted as ever."""
+folders are converted as always."""
 
 import sys
 

@@ -232,7 +232,7 @@ def test_a_failed_run_waits_for_no_other_request(hub, command, tmp_path) -> None
         ("nonsense", "HF_ENDPOINT or a proxy variable is no URL"),
     ],
 )
-def test_endpoints_that_are_none(endpoint, words, command, tmp_path) -> None:
+def test_endpoints_that_are_not_addresses(endpoint, words, command, tmp_path) -> None:
     ended = command("convert", REPO, tmp_path / "out", HF_ENDPOINT=endpoint)
     assert ended.code == 3 and words in ended.err and "s3cret" not in ended.err
 

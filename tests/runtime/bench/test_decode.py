@@ -195,7 +195,7 @@ def test_bench_decode_accounts_for_its_time(made) -> None:
 @pytest.mark.parametrize(
     "text", ['[{"text": "hello"}]', '[{"token_ids": [Infinity]}]', '[{"token_ids": [1.5]}]', "[]"]
 )
-def test_prompts_that_are_none(text: str, tmp_path: Path, made, kconvert) -> None:
+def test_prompts_that_cannot_be_read(text: str, tmp_path: Path, made, kconvert) -> None:
     path = tmp_path / "prompts.json"
     path.write_text(text)
     outcome = kconvert("bench", "decode", made["blobs"], made["drafter"], path)

@@ -78,7 +78,7 @@ def test_what_is_refused(folder: Path, kconvert, tmp_path: Path, monkeypatch) ->
     outcome = kconvert("bench", "load", folder)
     assert outcome.code == 3 and "--device cpu measures the host's part" in outcome.err
     outcome = kconvert("bench", "load", tmp_path, "--device", "cpu")
-    assert outcome.code == 2 and "no blob is there" in outcome.err
+    assert outcome.code == 2 and "no blob (*.safetensors) found" in outcome.err
     outcome = kconvert("bench", "load", tmp_path / "none", "--device", "cpu")
     assert outcome.code == 3 and "none" in outcome.err
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 30, 140 << 30))

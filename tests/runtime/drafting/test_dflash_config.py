@@ -140,7 +140,7 @@ def test_a_missing_shard_and_a_damaged_one_are_refused(tmp_path: Path) -> None:
         Drafter.open(folder, TARGET)
 
 
-def test_a_folder_that_is_none_and_a_config_that_is_none(tmp_path: Path) -> None:
+def test_a_folder_that_is_no_drafter_and_a_damaged_config(tmp_path: Path) -> None:
     with pytest.raises(KconvertError, match=r"config.json is missing"):
         Drafter.open(tmp_path / "nothing", TARGET)
     folder = write_drafter(tmp_path / "d")
