@@ -140,7 +140,7 @@ def checked(
             work.result()
     for name, (path, _) in expected.items():
         raise CheckpointError(
-            f"{path}, tensor {name}: the engine did not read it: this version reads weights in"
+            f"{path}, tensor {name}: the engine did not read it, as this version reads weights in"
             " another way; see runtime/plugins/README.md for what works."
         )
 

@@ -139,7 +139,7 @@ def test_a_damaged_common_blob(serve, folders, tmp_path) -> None:
     data = np.memmap(blob, np.uint8, "r+")
     data[len(data) // 2] ^= 16
     data.flush()
-    assert_refused(serve(output, **OURS), "common/layer-00000.safetensors", "digest is another")
+    assert_refused(serve(output, **OURS), "common/layer-00000.safetensors", "the digest disagrees")
 
 
 def test_without_the_plugin_it_is_refused(serve, folders) -> None:
